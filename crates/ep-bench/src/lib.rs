@@ -1,0 +1,1 @@
+//! Workloads, verification, measurement and reports for ep-runtime.

@@ -1,0 +1,1 @@
+//! Expert parallelism for mixture-of-experts models: dispatch and combine that run beside compute.

@@ -1,0 +1,1 @@
+//! What a machine is: GPUs, links, NICs, SM domains, and the margin arithmetic over them.

@@ -1,0 +1,171 @@
+//! What can go wrong between ranks.
+
+use std::time::Duration;
+
+/// What kind of thing went wrong; the same kinds in every crate of the project.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum ErrorKind {
+    /// The caller's arguments; nothing was launched.
+    Argument,
+    /// What the ranks asked for does not fit together, or not into what was reserved. Every rank
+    /// gets the same verdict, and no payload has moved.
+    Mismatch,
+    /// A resource of this rank is in use (a result slot, a lane).
+    Busy,
+    /// A peer did not do its part in time.
+    Timeout,
+    /// A peer is gone.
+    PeerLost,
+    /// A rank called [`Group::abort`](crate::Group::abort) or failed by itself and said so.
+    Aborted,
+    /// The operating system refused.
+    Os,
+    /// This machine or build cannot do it.
+    Unsupported,
+}
+
+/// An error of a transport or a group.
+///
+/// Ranks are numbers within the group that reports the error.
+#[derive(Clone, Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum TransportError {
+    /// An argument is wrong; nothing has happened.
+    #[error("{op}: {detail}")]
+    Argument {
+        /// The operation.
+        op: &'static str,
+        /// What is wrong with which argument.
+        detail: String,
+    },
+    /// The ranks were configured differently.
+    #[error("{op}: ranks disagree on `{field}`: {detail}")]
+    Mismatch {
+        /// The operation.
+        op: &'static str,
+        /// The name of the field.
+        field: String,
+        /// The ranks that differ from rank 0.
+        ranks: Vec<usize>,
+        /// Who has which value.
+        detail: String,
+    },
+    /// Peers did not do their part in time.
+    #[error("{op}: no answer from rank {} within {after:?}{hint}", list(.peers))]
+    Timeout {
+        /// The operation and phase.
+        op: &'static str,
+        /// The absent peers; the one most to blame first.
+        peers: Vec<usize>,
+        /// How long was waited.
+        after: Duration,
+        /// More that is known, starting with a separator, or empty.
+        hint: String,
+    },
+    /// A peer has left or died.
+    #[error("{op}: rank {peer} is gone: {detail}")]
+    PeerLost {
+        /// The operation and phase.
+        op: &'static str,
+        /// The peer.
+        peer: usize,
+        /// How that was noticed.
+        detail: String,
+    },
+    /// A rank gave up and told everyone.
+    #[error("{op}: rank {by} gave up: {why}")]
+    Aborted {
+        /// The operation and phase in which it was noticed here.
+        op: &'static str,
+        /// The rank that gave up.
+        by: usize,
+        /// The rank it blames, if any.
+        blames: Option<usize>,
+        /// Its reason.
+        why: String,
+    },
+    /// The rendezvous could not be made.
+    #[error("rendezvous at {address}: {detail}")]
+    Rendezvous {
+        /// Where it was tried.
+        address: String,
+        /// The rank at fault, if one is known.
+        peer: Option<usize>,
+        /// What happened and what to do.
+        detail: String,
+    },
+    /// A call of the operating system failed.
+    #[error("{op}: {detail}: {}", std::io::Error::from_raw_os_error(*.code))]
+    Os {
+        /// The operation.
+        op: &'static str,
+        /// The peer it concerned, if any.
+        peer: Option<usize>,
+        /// The value of `errno`.
+        code: i32,
+        /// What was tried.
+        detail: String,
+    },
+    /// This machine, build or transport cannot do it.
+    #[error("{op}: {detail}")]
+    Unsupported {
+        /// The operation.
+        op: &'static str,
+        /// What is missing and how to get it.
+        detail: String,
+    },
+}
+
+fn list(ranks: &[usize]) -> String {
+    ranks.iter().map(usize::to_string).collect::<Vec<_>>().join(", ")
+}
+
+impl TransportError {
+    /// What kind of error this is.
+    pub fn kind(&self) -> ErrorKind {
+        match self {
+            Self::Argument { .. } => ErrorKind::Argument,
+            Self::Mismatch { .. } => ErrorKind::Mismatch,
+            Self::Timeout { .. } => ErrorKind::Timeout,
+            Self::PeerLost { .. } => ErrorKind::PeerLost,
+            Self::Aborted { .. } => ErrorKind::Aborted,
+            Self::Rendezvous { .. } | Self::Os { .. } => ErrorKind::Os,
+            Self::Unsupported { .. } => ErrorKind::Unsupported,
+        }
+    }
+
+    /// The rank to blame, if one is known.
+    pub fn peer(&self) -> Option<usize> {
+        match self {
+            Self::Mismatch { ranks, .. } => ranks.first().copied(),
+            Self::Timeout { peers, .. } => peers.first().copied(),
+            Self::PeerLost { peer, .. } => Some(*peer),
+            Self::Aborted { by, blames, .. } => Some(blames.unwrap_or(*by)),
+            Self::Rendezvous { peer, .. } | Self::Os { peer, .. } => *peer,
+            Self::Argument { .. } | Self::Unsupported { .. } => None,
+        }
+    }
+
+    /// The code of the operating system, if there is one.
+    pub fn code(&self) -> Option<i32> {
+        match self {
+            Self::Os { code, .. } => Some(*code),
+            _ => None,
+        }
+    }
+
+    /// Whether the group can still be used after this error: true where nothing had started or
+    /// every rank got the same verdict, false where flags may be out of phase.
+    pub fn group_usable(&self) -> bool {
+        matches!(
+            self.kind(),
+            ErrorKind::Argument | ErrorKind::Mismatch | ErrorKind::Busy | ErrorKind::Unsupported
+        )
+    }
+
+    /// An [`TransportError::Os`] from an errno of `rustix`.
+    pub(crate) fn os(op: &'static str, detail: impl Into<String>, e: rustix::io::Errno) -> Self {
+        Self::Os { op, peer: None, code: e.raw_os_error(), detail: detail.into() }
+    }
+}

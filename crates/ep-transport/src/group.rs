@@ -1,0 +1,160 @@
+//! Ranks that can find each other.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::control::Control;
+use crate::health::{Fault, Health};
+use crate::{Deadline, Result, TransportError};
+
+/// How long collectives of the control plane wait unless a group is told otherwise.
+pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// A set of ranks and this rank's place in it.
+///
+/// Clones are the same rank. The rank leaves the group when its last clone is dropped; peers that
+/// still wait for it then get an error at once. Collectives (`barrier`, `all_gather`, `split`) are
+/// called by all ranks in the same order.
+#[derive(Clone, Debug)]
+pub struct Group {
+    member: Arc<Member>,
+}
+
+#[derive(Debug)]
+struct Member {
+    rank: usize,
+    world: usize,
+    timeout: Duration,
+    control: Box<dyn Control>,
+    health: Arc<Health>,
+}
+
+impl Drop for Member {
+    fn drop(&mut self) {
+        self.control.leave(std::thread::panicking());
+    }
+}
+
+impl Group {
+    pub(crate) fn from_parts(
+        rank: usize,
+        world: usize,
+        timeout: Duration,
+        control: Box<dyn Control>,
+        health: Arc<Health>,
+    ) -> Self {
+        Self { member: Arc::new(Member { rank, world, timeout, control, health }) }
+    }
+
+    /// This rank's number, `0..world()`.
+    pub fn rank(&self) -> usize {
+        self.member.rank
+    }
+
+    /// How many ranks there are.
+    pub fn world(&self) -> usize {
+        self.member.world
+    }
+
+    /// What is known of the ranks' health. Transports look at it while they wait.
+    pub fn health(&self) -> &Health {
+        &self.member.health
+    }
+
+    /// Gathers everyone's bytes (lengths may differ), by rank.
+    ///
+    /// # Errors
+    /// Time-out (60 s by default), a lost peer or an abort. The group is then unusable.
+    pub fn all_gather(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
+        self.all_gather_within("all_gather", bytes, Deadline::after(self.member.timeout))
+    }
+
+    /// [`Group::all_gather`] on behalf of `op`, with a deadline.
+    pub fn all_gather_within(
+        &self,
+        op: &'static str,
+        bytes: &[u8],
+        deadline: Deadline,
+    ) -> Result<Vec<Vec<u8>>> {
+        self.member.health.check(op)?;
+        self.member.control.all_gather(op, bytes, deadline).inspect_err(|e| self.report(e))
+    }
+
+    /// Waits until every rank has come here.
+    ///
+    /// # Errors
+    /// As [`Group::all_gather`].
+    pub fn barrier(&self) -> Result<()> {
+        self.all_gather_within("barrier", &[], Deadline::after(self.member.timeout)).map(drop)
+    }
+
+    /// Makes a group of the ranks that passed the same `color`, ordered by `(key, rank)`.
+    ///
+    /// # Errors
+    /// As [`Group::all_gather`].
+    pub fn split(&self, color: u32, key: i64) -> Result<Group> {
+        let mut mine = [0u8; 12];
+        mine[..4].copy_from_slice(&color.to_le_bytes());
+        mine[4..].copy_from_slice(&key.to_le_bytes());
+        let deadline = Deadline::after(self.member.timeout);
+        let all = self.all_gather_within("split", &mine, deadline)?;
+        let mut members = Vec::new();
+        for (rank, theirs) in all.iter().enumerate() {
+            let theirs: &[u8; 12] =
+                theirs.as_slice().try_into().map_err(|_| TransportError::Mismatch {
+                    op: "split",
+                    field: "operation".into(),
+                    ranks: vec![rank],
+                    detail: format!("rank {rank} is in another collective than split"),
+                })?;
+            if theirs[..4] == mine[..4] {
+                let key = i64::from_le_bytes(theirs[4..].try_into().expect("eight bytes"));
+                members.push((key, rank));
+            }
+        }
+        members.sort_unstable();
+        let members: Vec<usize> = members.into_iter().map(|(_, rank)| rank).collect();
+        let rank = members.iter().position(|&m| m == self.rank()).expect("own color is present");
+        let world = members.len();
+        let (control, health) = self.member.control.split(&members, deadline)?;
+        Ok(Self::from_parts(rank, world, self.member.timeout, control, health))
+    }
+
+    /// Gives up for all ranks: every pending and later operation of the group fails with `why`.
+    pub fn abort(&self, why: &str) {
+        self.fail(Fault { by: self.rank(), blames: None, why: why.into() });
+    }
+
+    /// Tells all ranks of a failure that leaves the group out of phase. Errors after which the
+    /// group is still usable, and news that came from a peer, are not passed on.
+    pub fn report(&self, error: &TransportError) {
+        if error.group_usable() || matches!(error, TransportError::Aborted { .. }) {
+            return;
+        }
+        self.fail(Fault { by: self.rank(), blames: error.peer(), why: error.to_string() });
+    }
+
+    /// Tells all ranks that this one gives up, and whom it blames.
+    pub fn fail(&self, fault: Fault) {
+        if self.member.health.set(fault.clone()) {
+            self.member.control.abort(&fault);
+        }
+    }
+
+    /// The same group with another time-out for `barrier`, `all_gather` and `split`.
+    ///
+    /// # Errors
+    /// When another clone of this group exists.
+    pub fn with_timeout(mut self, timeout: Duration) -> Result<Self> {
+        match Arc::get_mut(&mut self.member) {
+            Some(member) => member.timeout = timeout,
+            None => {
+                return Err(TransportError::Argument {
+                    op: "with_timeout",
+                    detail: "set the time-out before the group is cloned".into(),
+                });
+            }
+        }
+        Ok(self)
+    }
+}

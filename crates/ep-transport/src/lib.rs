@@ -1,0 +1,29 @@
+//! How bytes reach a peer.
+//!
+//! A [`Group`] is a set of ranks that can find each other: threads of one process
+//! ([`Group::local`]), processes started by a launcher ([`Group::from_env`]) or ranks of an engine
+//! that already has collectives of its own ([`Group::with_allgather`]). A [`Transport`] opens one
+//! symmetric window per rank over such a group and gives back a [`Link`]: mapped or bulk access to
+//! the windows of the peers, and binary flags with bounded waits.
+//!
+//! Any crate can implement [`Transport`]; [`conformance`] is the suite it has to pass.
+#![warn(missing_debug_implementations)]
+
+mod control;
+mod deadline;
+mod error;
+pub mod flags;
+mod group;
+mod health;
+mod link;
+mod queue;
+
+pub use deadline::Deadline;
+pub use error::{ErrorKind, TransportError};
+pub use group::{DEFAULT_TIMEOUT, Group};
+pub use health::{Fault, Health};
+pub use link::{Link, Mapping, Put, Reach, Transport, WindowSpec};
+pub use queue::Queue;
+
+/// The result of this crate's operations.
+pub type Result<T, E = TransportError> = std::result::Result<T, E>;

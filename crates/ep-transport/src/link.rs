@@ -1,0 +1,121 @@
+//! The seam between the runtime and whatever carries its bytes.
+
+use std::fmt::Debug;
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use crate::{Deadline, Group, Queue, Result};
+
+/// What every rank of a group asks of a transport. It must be the same on every rank.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct WindowSpec {
+    /// Bytes of the symmetric window each rank provides.
+    pub bytes: usize,
+    /// Binary flags each rank has *per source rank*, numbered `0..flags`.
+    pub flags: u32,
+}
+
+/// A piece of memory this rank can load from and store to.
+///
+/// It stays valid as long as the [`Link`] it came from.
+#[derive(Clone, Copy, Debug)]
+pub struct Mapping {
+    /// Its first byte, aligned to a page.
+    pub base: NonNull<u8>,
+    /// Its length in bytes.
+    pub bytes: usize,
+}
+
+// SAFETY: a Mapping is an address and a length; whoever dereferences it answers for the access.
+unsafe impl Send for Mapping {}
+// SAFETY: as above.
+unsafe impl Sync for Mapping {}
+
+/// How a peer's window is reached.
+#[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
+pub enum Reach {
+    /// It is mapped here: plain loads and stores.
+    Direct(Mapping),
+    /// Only by [`Link::put`].
+    Bulk,
+}
+
+/// One one-sided write into a bulk peer's window.
+#[derive(Clone, Copy, Debug)]
+pub struct Put {
+    /// The peer.
+    pub peer: usize,
+    /// Where the bytes start in this rank's own window.
+    pub from: usize,
+    /// Where they go in the peer's window.
+    pub to: usize,
+    /// How many.
+    pub bytes: usize,
+}
+
+/// A way for ranks to reach each other's memory.
+///
+/// `open` is collective over the group. Implementations are free in how they do it; what the
+/// runtime relies on is written at [`Link`] and tested by [`conformance`](crate::conformance).
+pub trait Transport: Debug + Send + Sync {
+    /// A short name for reports, such as `host` or `tcp`. The runtime never branches on it.
+    fn name(&self) -> &'static str;
+
+    /// Opens a window of `spec` on every rank of `group` and connects them. Windows start zeroed
+    /// and all flags are 0 when it returns.
+    ///
+    /// # Errors
+    /// [`Unsupported`](crate::TransportError::Unsupported) where this transport cannot connect the
+    /// group's ranks (say which and what to use instead), the errors of the group otherwise.
+    fn open(&self, group: &Group, spec: WindowSpec, deadline: Deadline) -> Result<Arc<dyn Link>>;
+}
+
+/// An open window with its peers. Shared by threads of one rank.
+///
+/// # Flags
+/// A flag is binary. `signal` sets it on the peer, `wait` waits for it and resets it. The caller
+/// never signals a flag that may still be set (the protocol's flags close in pairs), so nothing is
+/// lost.
+///
+/// # Order
+/// What a rank stored into a peer's direct window, or put, *before* it signalled that peer on the
+/// same queue is visible to the peer after its `wait` for that flag. What a rank read from a direct
+/// window before signalling is not overwritten by stores the peer makes after that `wait`.
+pub trait Link: Debug + Send + Sync {
+    /// This rank's own window.
+    fn window(&self) -> Mapping;
+
+    /// How `peer`'s window is reached; for this rank itself, its own window.
+    fn reach(&self, peer: usize) -> Reach;
+
+    /// Writes from this rank's window into a bulk peer's. The source may be written again after
+    /// [`Link::flush`]. For a direct peer it is a copy.
+    fn put(&self, queue: &Queue, put: Put) -> Result<()>;
+
+    /// Waits until the sources of all earlier puts on this queue may be reused.
+    fn flush(&self, queue: &Queue, deadline: Deadline) -> Result<()>;
+
+    /// Sets flag `flag` of source *this rank* on `peer`, after everything this rank has stored,
+    /// put or read on the queue before.
+    fn signal(&self, queue: &Queue, peer: usize, flag: u32) -> Result<()>;
+
+    /// Waits until flag `flag` of every source in `peers` is set, and resets each.
+    ///
+    /// # Errors
+    /// [`Timeout`](crate::TransportError::Timeout) naming every absent peer,
+    /// [`PeerLost`](crate::TransportError::PeerLost) and
+    /// [`Aborted`](crate::TransportError::Aborted) as soon as the group knows. A flag that is set
+    /// wins over a peer that has left since.
+    fn wait(
+        &self,
+        queue: &Queue,
+        op: &'static str,
+        peers: &[usize],
+        flag: u32,
+        deadline: Deadline,
+    ) -> Result<()>;
+
+    /// Whether `wait` would return at once.
+    fn ready(&self, peers: &[usize], flag: u32) -> bool;
+}

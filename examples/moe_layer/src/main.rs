@@ -1,0 +1,2 @@
+//! A mixture-of-experts layer on ep-runtime.
+fn main() {}

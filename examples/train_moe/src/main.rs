@@ -1,0 +1,2 @@
+//! A small mixture-of-experts classifier trained with ep-runtime.
+fn main() {}
