@@ -1,5 +1,6 @@
 //! What a rank knows about the others.
 
+use std::sync::Weak;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use parking_lot::Mutex;
@@ -18,11 +19,18 @@ pub struct Fault {
 }
 
 /// The health of a group's ranks, as far as this rank has heard.
-#[derive(Debug)]
 pub struct Health {
     /// Anything at all was recorded; lets waits look at one word.
     any: AtomicBool,
     state: Mutex<State>,
+    /// Called after news was recorded, so that sleeping waits look at it.
+    bells: Mutex<Vec<Weak<dyn Fn() + Send + Sync>>>,
+}
+
+impl std::fmt::Debug for Health {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Health").field("state", &self.state).finish_non_exhaustive()
+    }
 }
 
 #[derive(Debug)]
@@ -43,7 +51,26 @@ impl Health {
     /// All of `world` ranks are well.
     pub fn new(world: usize) -> Self {
         let state = State { fault: None, gone: vec![None; world] };
-        Self { any: AtomicBool::new(false), state: Mutex::new(state) }
+        let bells = Mutex::new(Vec::new());
+        Self { any: AtomicBool::new(false), state: Mutex::new(state), bells }
+    }
+
+    /// Calls `bell` whenever there is news, as long as it lives: what makes a sleeping wait look
+    /// here at once. It must not block and not call back into this value.
+    pub fn watch(&self, bell: Weak<dyn Fn() + Send + Sync>) {
+        let mut bells = self.bells.lock();
+        bells.retain(|bell| bell.strong_count() > 0);
+        bells.push(bell);
+    }
+
+    /// Tells that `state` has news. The lock is not held, so that whoever looks finds it free.
+    fn publish(&self) {
+        self.any.store(true, Ordering::Release);
+        for bell in self.bells.lock().iter() {
+            if let Some(bell) = bell.upgrade() {
+                bell();
+            }
+        }
     }
 
     /// Records the group's first fault; later ones are consequences. True if this was the first.
@@ -53,7 +80,8 @@ impl Health {
         if first {
             state.fault = Some(fault);
         }
-        self.any.store(true, Ordering::Release);
+        drop(state);
+        self.publish();
         first
     }
 
@@ -70,7 +98,8 @@ impl Health {
     fn gone(&self, rank: usize, gone: Gone) {
         let mut state = self.state.lock();
         state.gone[rank].get_or_insert(gone);
-        self.any.store(true, Ordering::Release);
+        drop(state);
+        self.publish();
     }
 
     /// The fault, if a rank gave up.
@@ -105,12 +134,20 @@ impl Health {
     /// # Errors
     /// As [`Health::check`].
     pub fn check_waiting(&self, op: &'static str, absent: &[usize]) -> Result<()> {
-        self.check(op)?;
+        self.check_waiting_on(op, absent.iter().copied())
+    }
+
+    pub(crate) fn check_waiting_on(
+        &self,
+        op: &'static str,
+        absent: impl Iterator<Item = usize>,
+    ) -> Result<()> {
         if !self.any.load(Ordering::Acquire) {
             return Ok(());
         }
+        self.check(op)?;
         let state = self.state.lock();
-        for &peer in absent {
+        for peer in absent {
             if let Some(gone) = &state.gone[peer] {
                 return Err(TransportError::PeerLost { op, peer, detail: gone.detail.clone() });
             }

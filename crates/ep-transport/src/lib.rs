@@ -9,21 +9,32 @@
 //! Any crate can implement [`Transport`]; [`conformance`] is the suite it has to pass.
 #![warn(missing_debug_implementations)]
 
+mod agree;
 mod control;
 mod deadline;
 mod error;
 pub mod flags;
 mod group;
 mod health;
+#[cfg(not(loom))]
+mod host_link;
 mod link;
+mod local;
 mod queue;
+mod sync;
+#[cfg(not(loom))]
+mod thread;
 
 pub use deadline::Deadline;
 pub use error::{ErrorKind, TransportError};
 pub use group::{DEFAULT_TIMEOUT, Group};
 pub use health::{Fault, Health};
+#[cfg(not(loom))]
+pub use host_link::{HostLink, Region};
 pub use link::{Link, Mapping, Put, Reach, Transport, WindowSpec};
 pub use queue::Queue;
+#[cfg(not(loom))]
+pub use thread::ThreadTransport;
 
 /// The result of this crate's operations.
 pub type Result<T, E = TransportError> = std::result::Result<T, E>;

@@ -1,0 +1,172 @@
+//! A link over memory that every rank of a host has mapped.
+
+use std::fmt::Debug;
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use crate::flags::FlagBoard;
+use crate::{
+    Deadline, Group, Link, Mapping, Put, Queue, Reach, Result, TransportError, WindowSpec,
+};
+
+/// Memory that several ranks have mapped.
+///
+/// # Safety
+/// The `bytes()` bytes from `base()`, which is aligned to a page, stay mapped for loads and stores
+/// at that address while the value lives.
+pub unsafe trait Region: Debug + Send + Sync {
+    /// Its first byte.
+    fn base(&self) -> NonNull<u8>;
+    /// Its length.
+    fn bytes(&self) -> usize;
+}
+
+const PAGE: usize = 4096;
+
+/// A [`Link`] over one mapped [`Region`] per rank: the window, then the rank's flags.
+pub struct HostLink {
+    group: Group,
+    spec: WindowSpec,
+    regions: Vec<Arc<dyn Region>>,
+    boards: Vec<FlagBoard>,
+    bulk: bool,
+    /// Makes this rank's waits look at the group's health when there is news.
+    _bell: Arc<dyn Fn() + Send + Sync>,
+}
+
+impl Debug for HostLink {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let mut out = f.debug_struct("HostLink");
+        out.field("rank", &self.group.rank()).field("world", &self.group.world());
+        out.field("spec", &self.spec).field("bulk", &self.bulk).finish_non_exhaustive()
+    }
+}
+
+impl HostLink {
+    /// The size of each rank's region.
+    ///
+    /// # Errors
+    /// An argument error if it is beyond what can be addressed.
+    pub fn region_bytes(spec: WindowSpec, world: usize) -> Result<usize> {
+        let total = board_offset(spec).and_then(|offset| {
+            offset.checked_add(FlagBoard::bytes(world, spec.flags)?)?.checked_next_multiple_of(PAGE)
+        });
+        total.filter(|&total| total <= isize::MAX as usize).ok_or_else(|| {
+            TransportError::Argument {
+                op: "open",
+                detail: format!("{spec:?} for {world} ranks is beyond the address space"),
+            }
+        })
+    }
+
+    /// A link of this rank over the regions of all ranks, by rank and zeroed before any was used.
+    ///
+    /// # Errors
+    /// An argument error if the number of regions or the size of one does not fit.
+    pub fn new(group: &Group, spec: WindowSpec, regions: Vec<Arc<dyn Region>>) -> Result<Self> {
+        let world = group.world();
+        let bytes = Self::region_bytes(spec, world)?;
+        if regions.len() != world || regions.iter().any(|region| region.bytes() < bytes) {
+            let detail = format!("needs {world} regions of {bytes} bytes");
+            return Err(TransportError::Argument { op: "open", detail });
+        }
+        let offset = board_offset(spec).expect("part of region_bytes");
+        let board =
+            |region: &Arc<dyn Region>| FlagBoard::over(region.clone(), offset, world, spec.flags);
+        let boards = regions.iter().map(board).collect::<Result<Vec<_>>>()?;
+        let own = boards[group.rank()].clone();
+        let bell: Arc<dyn Fn() + Send + Sync> = Arc::new(move || own.ring());
+        group.health().watch(Arc::downgrade(&bell));
+        Ok(Self { group: group.clone(), spec, regions, boards, bulk: false, _bell: bell })
+    }
+
+    /// Reports other ranks as bulk peers, so that callers' bulk paths can be tested on any host.
+    pub fn bulk(mut self, bulk: bool) -> Self {
+        self.bulk = bulk;
+        self
+    }
+
+    fn mapping(&self, rank: usize) -> Mapping {
+        Mapping { base: self.regions[rank].base(), bytes: self.spec.bytes }
+    }
+
+    fn check_rank(&self, op: &'static str, peer: usize) -> Result<()> {
+        let world = self.group.world();
+        if peer < world {
+            return Ok(());
+        }
+        Err(TransportError::Argument { op, detail: format!("rank {peer} of {world}") })
+    }
+
+    fn check_flag(&self, op: &'static str, flag: u32) -> Result<()> {
+        let flags = self.spec.flags;
+        if flag < flags {
+            return Ok(());
+        }
+        Err(TransportError::Argument { op, detail: format!("flag {flag} of {flags}") })
+    }
+}
+
+fn board_offset(spec: WindowSpec) -> Option<usize> {
+    spec.bytes.checked_next_multiple_of(PAGE)
+}
+
+impl Link for HostLink {
+    fn window(&self) -> Mapping {
+        self.mapping(self.group.rank())
+    }
+
+    fn reach(&self, peer: usize) -> Reach {
+        if self.bulk && peer != self.group.rank() {
+            Reach::Bulk
+        } else {
+            Reach::Direct(self.mapping(peer))
+        }
+    }
+
+    fn put(&self, _queue: &Queue, put: Put) -> Result<()> {
+        self.check_rank("put", put.peer)?;
+        let inside =
+            |start: usize| start.checked_add(put.bytes).is_some_and(|e| e <= self.spec.bytes);
+        if !inside(put.from) || !inside(put.to) {
+            let detail = format!("{put:?} leaves the window of {} bytes", self.spec.bytes);
+            return Err(TransportError::Argument { op: "put", detail });
+        }
+        let (from, to) = (self.window().base.as_ptr(), self.mapping(put.peer).base.as_ptr());
+        // SAFETY: both ranges were just checked to lie in windows that stay mapped while `self`
+        // holds their regions. That no other rank writes them meanwhile is the protocol's promise
+        // to itself; within one window they may overlap, which `copy` allows.
+        unsafe { std::ptr::copy(from.add(put.from), to.add(put.to), put.bytes) };
+        Ok(())
+    }
+
+    fn flush(&self, _queue: &Queue, _deadline: Deadline) -> Result<()> {
+        Ok(())
+    }
+
+    fn signal(&self, _queue: &Queue, peer: usize, flag: u32) -> Result<()> {
+        self.check_rank("signal", peer)?;
+        self.check_flag("signal", flag)?;
+        self.boards[peer].set(flag, self.group.rank());
+        Ok(())
+    }
+
+    fn wait(
+        &self,
+        _queue: &Queue,
+        op: &'static str,
+        peers: &[usize],
+        flag: u32,
+        deadline: Deadline,
+    ) -> Result<()> {
+        self.check_flag(op, flag)?;
+        peers.iter().try_for_each(|&peer| self.check_rank(op, peer))?;
+        self.boards[self.group.rank()].wait_all(op, flag, peers, deadline, self.group.health())
+    }
+
+    fn ready(&self, peers: &[usize], flag: u32) -> bool {
+        let board = &self.boards[self.group.rank()];
+        let known = |peer| peer < self.group.world() && flag < self.spec.flags;
+        peers.iter().all(|&peer| known(peer) && board.is_set(flag, peer))
+    }
+}

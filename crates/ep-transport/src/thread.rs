@@ -1,0 +1,189 @@
+//! Windows shared by the threads of one process.
+
+use std::collections::HashMap;
+use std::hash::{BuildHasher, RandomState};
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, LazyLock};
+
+use parking_lot::Mutex;
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
+
+use crate::host_link::{HostLink, Region};
+use crate::{Deadline, Group, Link, Result, Transport, TransportError, WindowSpec};
+
+/// The transport for ranks that are threads of one process: windows are anonymous memory.
+#[derive(Clone, Debug, Default)]
+pub struct ThreadTransport {
+    bulk: bool,
+}
+
+impl ThreadTransport {
+    /// Every rank can load from and store to every window.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Whether to show peers as reachable only by [`Link::put`], to exercise that path.
+    pub fn bulk(mut self, bulk: bool) -> Self {
+        self.bulk = bulk;
+        self
+    }
+}
+
+/// Regions whose ranks are about to fetch each other's, by key.
+static OFFERED: LazyLock<Mutex<HashMap<u64, Arc<dyn Region>>>> = LazyLock::new(Mutex::default);
+static NEXT_KEY: AtomicU64 = AtomicU64::new(0);
+
+/// Takes the region back from [`OFFERED`], however `open` ends.
+struct Offer(u64);
+
+impl Offer {
+    fn new(region: Arc<dyn Region>) -> Self {
+        let key = NEXT_KEY.fetch_add(1, Ordering::Relaxed);
+        OFFERED.lock().insert(key, region);
+        Self(key)
+    }
+}
+
+impl Drop for Offer {
+    fn drop(&mut self) {
+        OFFERED.lock().remove(&self.0);
+    }
+}
+
+impl Transport for ThreadTransport {
+    fn name(&self) -> &'static str {
+        "host"
+    }
+
+    fn open(&self, group: &Group, spec: WindowSpec, deadline: Deadline) -> Result<Arc<dyn Link>> {
+        spec.agree(group, self.name(), deadline)?;
+        let bytes = HostLink::region_bytes(spec, group.world())?;
+        let own = Anonymous::map(bytes);
+        let offer = own.as_ref().ok().map(|region| Offer::new(region.clone()));
+        let all = group.all_gather_within("open", &encode(&own, offer.as_ref()), deadline)?;
+        own?;
+        let keys = decode(&all)?;
+        let fetch = |(rank, key): (usize, &u64)| {
+            OFFERED.lock().get(key).cloned().ok_or_else(|| TransportError::PeerLost {
+                op: "open",
+                peer: rank,
+                detail: "it gave up while windows were exchanged".into(),
+            })
+        };
+        let regions = keys.iter().enumerate().map(fetch).collect::<Result<Vec<_>>>();
+        let regions = regions.inspect_err(|error| group.report(error))?;
+        // Nobody takes an offer back before everyone has fetched it.
+        group.all_gather_within("open", &[], deadline)?;
+        drop(offer);
+        Ok(Arc::new(HostLink::new(group, spec, regions)?.bulk(self.bulk)))
+    }
+}
+
+/// What a rank tells the others: its process and either the key of its offer or an errno.
+fn encode(own: &Result<Arc<dyn Region>>, offer: Option<&Offer>) -> Vec<u8> {
+    let code = own.as_ref().err().and_then(TransportError::code).unwrap_or_default();
+    let mut bytes = Vec::with_capacity(36);
+    bytes.extend_from_slice(&process().to_le_bytes());
+    bytes.extend_from_slice(&offer.map_or(0, |offer| offer.0).to_le_bytes());
+    bytes.extend_from_slice(&code.to_le_bytes());
+    bytes
+}
+
+fn decode(all: &[Vec<u8>]) -> Result<Vec<u64>> {
+    let part = |rank: usize| -> Option<(u128, u64, i32)> {
+        let (process, rest) = all[rank].split_first_chunk::<16>()?;
+        let (key, rest) = rest.split_first_chunk::<8>()?;
+        let code = rest.try_into().ok()?;
+        Some((u128::from_le_bytes(*process), u64::from_le_bytes(*key), i32::from_le_bytes(code)))
+    };
+    let mut keys = Vec::with_capacity(all.len());
+    let first = part(0).map(|part| part.0);
+    for rank in 0..all.len() {
+        let Some((_, key, code)) = part(rank).filter(|part| Some(part.0) == first) else {
+            return Err(TransportError::Unsupported {
+                op: "open",
+                detail: format!(
+                    "rank {rank} is not a thread of rank 0's process, which this transport needs; \
+                     use ProcessTransport for processes of one host"
+                ),
+            });
+        };
+        if code != 0 {
+            let detail = format!("rank {rank} could not map its window");
+            return Err(TransportError::Os { op: "open", peer: Some(rank), code, detail });
+        }
+        keys.push(key);
+    }
+    Ok(keys)
+}
+
+/// Differs between processes, on whatever hosts.
+fn process() -> u128 {
+    static RANDOM: LazyLock<u128> = LazyLock::new(|| {
+        // Keyed by the system's random numbers; a fresh state twice gives different keys.
+        let half = |i: u32| u128::from(RandomState::new().hash_one(i));
+        half(0) << 64 | half(1)
+    });
+    // The number of the process tells apart what a fork has copied.
+    *RANDOM ^ u128::from(std::process::id())
+}
+
+/// Private anonymous memory: zeroed, and real only where touched.
+#[derive(Debug)]
+struct Anonymous {
+    base: NonNull<u8>,
+    bytes: usize,
+}
+
+// SAFETY: the value is an address range that it owns; accesses are the business of its users.
+unsafe impl Send for Anonymous {}
+// SAFETY: as above.
+unsafe impl Sync for Anonymous {}
+
+// SAFETY: `map` maps the whole range for loads and stores, page-aligned as mmap does, and only
+// `drop` unmaps it.
+unsafe impl Region for Anonymous {
+    fn base(&self) -> NonNull<u8> {
+        self.base
+    }
+
+    fn bytes(&self) -> usize {
+        self.bytes
+    }
+}
+
+const HUGE_PAGE: usize = 2 << 20;
+
+impl Anonymous {
+    fn map(bytes: usize) -> Result<Arc<dyn Region>> {
+        let failed =
+            |e| TransportError::os("open", format!("cannot map a window of {bytes} bytes"), e);
+        // SAFETY: a new mapping at an address of the kernel's choice touches nothing that exists.
+        let base = unsafe {
+            mmap_anonymous(
+                std::ptr::null_mut(),
+                bytes,
+                ProtFlags::READ | ProtFlags::WRITE,
+                MapFlags::PRIVATE | MapFlags::NORESERVE,
+            )
+        };
+        let base = NonNull::new(base.map_err(failed)?.cast::<u8>());
+        let region = Self { base: base.ok_or_else(|| failed(rustix::io::Errno::NOMEM))?, bytes };
+        if bytes >= HUGE_PAGE {
+            // Fewer TLB misses; where the kernel has no huge pages it is as it was.
+            // SAFETY: the advice does not change the contents of the mapping just made.
+            let _ = unsafe { madvise(region.base.as_ptr().cast(), bytes, Advice::LinuxHugepage) };
+        }
+        Ok(Arc::new(region))
+    }
+}
+
+impl Drop for Anonymous {
+    fn drop(&mut self) {
+        // SAFETY: the range was mapped by `map`, and whoever used it held this value.
+        let unmapped = unsafe { munmap(self.base.as_ptr().cast(), self.bytes) };
+        debug_assert!(unmapped.is_ok());
+    }
+}
