@@ -57,6 +57,10 @@ impl Transport for ThreadTransport {
         "host"
     }
 
+    fn maps_all_peers(&self) -> bool {
+        !self.bulk
+    }
+
     fn open(&self, group: &Group, spec: WindowSpec, deadline: Deadline) -> Result<Arc<dyn Link>> {
         spec.agree(group, self.name(), deadline)?;
         let bytes = HostLink::region_bytes(spec, group.world())?;

@@ -1,0 +1,164 @@
+//! Errors: what they name and how soon they come.
+
+use std::time::{Duration, Instant, SystemTime};
+
+use super::Outcome;
+use super::aids::{QUEUE, Rank, ensure, seed};
+use crate::{ErrorKind, Put, TransportError, WindowSpec};
+
+pub(super) fn bad_arguments_are_errors(rank: Rank) -> Outcome {
+    const BYTES: usize = 4_096;
+    let (world, last) = (rank.world(), rank.last());
+    let end = rank.open(BYTES, 2)?;
+    end.fill(0, BYTES, seed(0, rank.rank(), 0));
+    rank.barrier()?;
+    let put = |peer, from, to, bytes| end.link.put(&QUEUE, Put { peer, from, to, bytes });
+    let ms = Duration::from_millis(1);
+    let wrong = [
+        ("signal to no rank", end.link.signal(&QUEUE, world, 0)),
+        ("signal of no flag", end.link.signal(&QUEUE, last, 2)),
+        ("signal of u32::MAX", end.link.signal(&QUEUE, last, u32::MAX)),
+        ("wait for no rank", end.try_wait(&[world], 0, ms)),
+        ("wait for one rank too many", end.try_wait(&[0, usize::MAX], 0, ms)),
+        ("wait for no flag", end.try_wait(&[last], 2, ms)),
+        ("put to no rank", put(world, 0, 0, 8)),
+        ("put from beyond", put(last, BYTES - 7, 0, 8)),
+        ("put to beyond", put(last, 0, BYTES, 1)),
+        ("put that overflows", put(last, usize::MAX, 0, 2)),
+        ("put that overflows there", put(last, 0, usize::MAX - 1, 8)),
+        ("put of everything", put(last, 0, 0, usize::MAX)),
+    ];
+    for (what, result) in wrong {
+        match result {
+            Ok(()) => return Err(format!("{what} is no error")),
+            Err(e) => ensure!(e.kind() == ErrorKind::Argument, "{what}: {e}"),
+        }
+    }
+    ensure!(!end.link.ready(&[world], 0) && !end.link.ready(&[last], 2), "ready out of range");
+    rank.barrier()?;
+    end.expect(0, BYTES, seed(0, rank.rank(), 0), "the window after refused puts")?;
+    for peer in rank.all() {
+        ensure!(!end.link.ready(&[peer], 0) && !end.link.ready(&[peer], 1), "a flag got set");
+    }
+    rank.barrier()
+}
+
+pub(super) fn deadlines_name_the_absent(rank: Rank) -> Outcome {
+    const AFTER: Duration = Duration::from_millis(150);
+    const LATE: Duration = Duration::from_millis(200);
+    let world = rank.world();
+    let end = rank.open(64, 3)?;
+    let mut late = Duration::MAX;
+    // Whether a time-out is punctual may depend on a busy machine: the best of three counts.
+    for flag in 0..3 {
+        if rank.rank() != 0 {
+            // Every second rank does its part.
+            if rank.rank().is_multiple_of(2) {
+                end.signal(0, flag)?;
+            }
+            continue;
+        }
+        let all: Vec<usize> = (1..world).collect();
+        let absent: Vec<usize> = (1..world).step_by(2).collect();
+        let present: Vec<usize> = (2..world).step_by(2).collect();
+        let start = Instant::now();
+        while !end.link.ready(&present, flag) {
+            ensure!(start.elapsed() < rank.limit, "ranks that signalled are not ready");
+            std::thread::yield_now();
+        }
+        let start = Instant::now();
+        let result = end.try_wait(&all, flag, AFTER);
+        let took = start.elapsed();
+        match result {
+            Ok(()) => return Err("no error although ranks are absent".into()),
+            Err(TransportError::Timeout { mut peers, .. }) => {
+                peers.sort_unstable();
+                ensure!(peers == absent, "absent are {absent:?}, named {peers:?}");
+            }
+            Err(other) => return Err(format!("not a time-out: {other}")),
+        }
+        ensure!(took >= AFTER, "gave up after {took:?} of {AFTER:?}");
+        late = late.min(took - AFTER);
+    }
+    ensure!(rank.rank() != 0 || late <= LATE, "gave up {late:?} late");
+    // Nobody leaves before rank 0 is through; what the group thinks of the time-out is open.
+    let _ = rank.barrier();
+    Ok(())
+}
+
+pub(super) fn lost_peers_are_named_promptly(rank: Rank) -> Outcome {
+    let last = rank.last();
+    let end = rank.open(64, 1)?;
+    rank.barrier()?;
+    if rank.rank() == last {
+        std::thread::sleep(Duration::from_millis(30));
+        return Ok(());
+    }
+    let start = Instant::now();
+    match end.try_wait(&[last], 0, rank.limit) {
+        Ok(()) => Err("no error although the peer has left".into()),
+        Err(TransportError::PeerLost { peer, .. }) => {
+            ensure!(peer == last, "rank {last} left, rank {peer} is named");
+            let took = start.elapsed();
+            ensure!(took < rank.limit / 2, "it took {took:?}");
+            Ok(())
+        }
+        Err(other) => Err(format!("not a lost peer: {other}")),
+    }
+}
+
+pub(super) fn aborts_reach_waiters(rank: Rank) -> Outcome {
+    const SOON: Duration = Duration::from_millis(100);
+    let now = || SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+    let last = rank.last();
+    let mut soonest = Duration::MAX;
+    // The best of three groups counts, as the machine may be busy.
+    for _ in 0..3 {
+        let group = rank.group.split(0, rank.rank() as i64).map_err(|e| format!("split: {e}"))?;
+        let end = rank.open_in(&group, 64, 1)?;
+        rank.barrier()?;
+        if rank.rank() == last {
+            std::thread::sleep(Duration::from_millis(50));
+            group.abort(&format!("enough/{}", now().as_nanos()));
+        } else {
+            match end.try_wait(&[last], 0, rank.limit) {
+                Ok(()) => return Err("no error although the group was aborted".into()),
+                Err(TransportError::Aborted { by, why, .. }) => {
+                    ensure!(by == last, "rank {last} aborted, rank {by} is named");
+                    let then = why.strip_prefix("enough/").and_then(|then| then.parse().ok());
+                    let then = then.ok_or_else(|| format!("another reason: {why}"))?;
+                    soonest = soonest.min(now().saturating_sub(Duration::from_nanos(then)));
+                }
+                Err(other) => return Err(format!("not an abort: {other}")),
+            }
+            ensure!(group.barrier().is_err(), "the group forgot that it was aborted");
+        }
+        rank.barrier()?;
+    }
+    ensure!(rank.rank() == last || soonest < SOON, "it took {soonest:?}");
+    Ok(())
+}
+
+pub(super) fn different_windows_are_a_mismatch(rank: Rank) -> Outcome {
+    let last = rank.last();
+    let usual = WindowSpec { bytes: 8_192, flags: 4 };
+    let others = [
+        ("bytes", WindowSpec { bytes: 4_096, ..usual }),
+        ("flags", WindowSpec { flags: 5, ..usual }),
+    ];
+    for (name, other) in others {
+        let spec = if rank.rank() == last { other } else { usual };
+        match rank.transport.open(&rank.group, spec, rank.deadline()) {
+            Ok(_) => return Err(format!("{name} differ, but windows were opened")),
+            Err(TransportError::Mismatch { field, ranks, .. }) => {
+                ensure!(field == name && ranks == [last], "named: {field} of ranks {ranks:?}");
+            }
+            Err(other) => return Err(format!("not a mismatch: {other}")),
+        }
+    }
+    // The group is as good as before.
+    let end = rank.open(usual.bytes, usual.flags)?;
+    end.signal_all(&rank.all(), 3)?;
+    end.wait(&rank.all(), 3)?;
+    rank.barrier()
+}

@@ -1,0 +1,17 @@
+//! The thread transport against the conformance suite, with direct and with bulk peers.
+
+use ep_transport::conformance::Member;
+use ep_transport::{Group, ThreadTransport, Transport};
+
+fn members(world: usize, bulk: bool) -> Vec<Member> {
+    let transport = || Box::new(ThreadTransport::new().bulk(bulk)) as Box<dyn Transport>;
+    Group::local(world).unwrap().into_iter().map(|group| (group, transport())).collect()
+}
+
+mod direct {
+    ep_transport::conformance_suite!(|world| super::members(world, false));
+}
+
+mod bulk {
+    ep_transport::conformance_suite!(|world| super::members(world, true));
+}
