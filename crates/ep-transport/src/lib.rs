@@ -10,6 +10,8 @@
 #![warn(missing_debug_implementations)]
 
 mod agree;
+#[cfg(not(loom))]
+pub mod conformance;
 mod control;
 mod deadline;
 mod error;
