@@ -154,6 +154,8 @@ fn order_and_rounding_of_the_fold() {
     // In f32, 2^24 + 1 ties down to 2^24. In the order of ids, 3, 1, 2, 0, this would give 1.
     let big = 16_777_216.0;
     assert_eq!(combine_one(Mode::ExpertExact, Float::F32, None, [1.0, big, -big, 0.0]), 0.0);
+    // Inside the second rank too: -2^24 comes before 1.
+    assert_eq!(combine_one(Mode::ExpertExact, Float::F32, None, [big, 0.0, -big, 1.0]), 1.0);
     // Reduced has the second rank's 1 + 1 first.
     assert_eq!(combine_one(Mode::ExpertExact, Float::F32, None, [big, 0.0, 1.0, 1.0]), big);
     assert_eq!(combine_one(Mode::ExpertReduced, Float::F32, None, [big, 0.0, 1.0, 1.0]), big + 2.0);
