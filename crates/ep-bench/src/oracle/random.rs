@@ -326,11 +326,17 @@ impl Dice {
     fn row(&mut self, hidden: usize, dtype: Float) -> Vec<u8> {
         let mut row = Vec::with_capacity(hidden * dtype.size());
         for _ in 0..hidden {
-            let scale = 2f32.powi(self.between(0, 12) as i32 - 8);
-            let value = match self.below(96) {
-                0 => [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, f32::MAX][self.below(4)],
-                1 => [0.0, -0.0, 1e-40, -3e-6, 6e4, -65504.0, 1e-38, 3e38][self.below(8)],
-                _ => (self.unit() - 0.5) * scale,
+            // One draw per element: rows are long.
+            let draw = self.next();
+            let special = (draw >> 7) as usize;
+            let value = match draw % 128 {
+                0 => [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, f32::MAX][special % 4],
+                1 => [0.0, -0.0, 1e-40, -3e-6, 6e4, -65504.0, 1e-38, 3e38][special % 8],
+                // 24 random bits in -1..1, then 2^-8 to 2^7.
+                _ => {
+                    let fraction = ((draw >> 40) as i32 - (1 << 23)) as f32 / (1 << 23) as f32;
+                    fraction * f32::from_bits((119 + (draw >> 7) as u32 % 16) << 23)
+                }
             };
             dtype.push(&mut row, value);
         }
