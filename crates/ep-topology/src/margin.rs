@@ -288,7 +288,7 @@ fn worst_case(map: &SmMap, capacity: &Capacity, clusters: u32) -> u32 {
         free += none;
         let rest = size - none;
         steps.extend(std::iter::repeat_n(cluster, (rest / cluster) as usize));
-        steps.extend((rest % cluster > 0).then_some(rest % cluster));
+        steps.extend((!rest.is_multiple_of(cluster)).then_some(rest % cluster));
     }
     steps.sort_unstable_by(|a, b| b.cmp(a));
     let hosted = (u64::from(clusters) - 1 + u64::from(capacity.unattributed)) as usize;

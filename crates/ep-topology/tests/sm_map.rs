@@ -130,7 +130,7 @@ fn contradictions_are_errors() {
     case("SM id 4294967295", |s| s.together.push(vec![u32::MAX]));
     case("ran on 3 SMs", |s| drop(s.clusters.insert(2, vec![vec![0, 1, 2]])));
     case("a cluster of 0 blocks", |s| drop(s.clusters.insert(0, vec![vec![]])));
-    case("9 active clusters of 1 on 8 SMs", |s| s.max_active_clusters = BTreeMap::from([(1, 9)])); 
+    case("9 active clusters of 1 on 8 SMs", |s| s.max_active_clusters = BTreeMap::from([(1, 9)]));
     case("active clusters of 0", |s| s.max_active_clusters = BTreeMap::from([(0, 1)]));
     for (what, seen) in cases {
         match SmMap::new(seen) {
