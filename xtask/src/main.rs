@@ -1,2 +1,92 @@
 //! The commands of `cargo xtask`.
-fn main() {}
+
+mod api;
+mod bench;
+mod mutate;
+mod process;
+mod style;
+mod test;
+mod tidy;
+mod tree;
+mod workspace;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+/// What a command gives back: `Err` holds what to print before exiting with 1.
+type Result<T, E = String> = std::result::Result<T, E>;
+
+#[derive(Parser)]
+#[command(
+    name = "cargo xtask",
+    bin_name = "cargo xtask",
+    about = "The project's own commands.",
+    arg_required_else_help = true,
+    disable_help_subcommand = true,
+    max_term_width = 80
+)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Build the benchmarks and run them; every argument goes to ep-bench
+    #[command(disable_help_flag = true)]
+    Bench {
+        /// Arguments of ep-bench (`cargo xtask bench --help` lists them)
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        args: Vec<std::ffi::OsString>,
+    },
+    /// Run every check of the project, as CI does
+    Test(test::Options),
+    /// Check the project's invariants that can be checked mechanically
+    Tidy,
+    /// Break the code on purpose, one line at a time: each must fail a test
+    Mutate(mutate::Options),
+    /// Compare the public API of the libraries with docs/api
+    Api(api::Options),
+}
+
+fn main() -> ExitCode {
+    let done = match Cli::parse().command {
+        Command::Bench { args } => bench::run(&args),
+        Command::Test(options) => test::run(&options),
+        Command::Tidy => tidy::run(),
+        Command::Mutate(options) => mutate::run(&options),
+        Command::Api(options) => api::run(&options),
+    };
+    match done {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(why) => {
+            eprintln!("error: {why}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        use clap::CommandFactory;
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn bench_passes_every_argument_on() {
+        let cli = Cli::try_parse_from(["xtask", "bench", "--help", "-x", "sweep"]).unwrap();
+        let Command::Bench { args } = cli.command else { panic!("not bench") };
+        assert_eq!(args, ["--help", "-x", "sweep"]);
+    }
+
+    #[test]
+    fn unknown_commands_and_options_are_refused() {
+        assert!(Cli::try_parse_from(["xtask", "nonsense"]).is_err());
+        assert!(Cli::try_parse_from(["xtask", "test", "--nonsense"]).is_err());
+    }
+}

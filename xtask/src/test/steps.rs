@@ -1,0 +1,248 @@
+//! The steps of `cargo xtask test`.
+
+use std::process::Command;
+use std::time::Duration;
+
+use clap::builder::PossibleValuesParser;
+
+use super::count::{Counts, failures, ignored};
+use super::{Context, Outcome, Verdict, smoke};
+use crate::process::{self, Finished};
+use crate::style::colours;
+use crate::{api, tidy, workspace};
+
+/// One step.
+pub struct Step {
+    pub name: &'static str,
+    pub title: &'static str,
+    pub run: fn(&Context) -> Outcome,
+}
+
+/// In the order they run: what fails fast comes first.
+pub const STEPS: &[Step] = &[
+    Step { name: "fmt", title: "formatting", run: fmt },
+    Step { name: "tidy", title: "invariants that can be checked mechanically", run: invariants },
+    Step { name: "clippy", title: "lints, warnings are errors", run: clippy },
+    Step { name: "doc", title: "documentation, warnings are errors", run: doc },
+    Step { name: "test", title: "unit, property and conformance tests, doctests", run: tests },
+    Step { name: "loom", title: "the flag protocol under a model checker", run: loom },
+    Step { name: "examples", title: "every example runs to its end", run: examples },
+    Step { name: "bench", title: "small benchmarks on hosts verify", run: smoke::bench },
+    Step { name: "api", title: "the public API is the one in docs/api", run: public_api },
+    Step { name: "aarch64", title: "the workspace compiles for 64-bit Arm", run: aarch64 },
+];
+
+/// The longest a step's program may run.
+const MINUTES: fn(u64) -> Duration = |n| Duration::from_secs(60 * n);
+/// Lines kept of what failed.
+pub const TAIL: usize = 40;
+
+/// The names, for the command line.
+pub fn names() -> PossibleValuesParser {
+    PossibleValuesParser::new(STEPS.iter().map(|step| step.name))
+}
+
+/// cargo in the workspace, coloured where our output is.
+pub fn cargo(context: &Context, args: &[&str]) -> Command {
+    let mut command = workspace::cargo(&context.workspace.root);
+    command.args(args);
+    if context.echo && colours() {
+        command.env("CARGO_TERM_COLOR", "always");
+    }
+    command
+}
+
+/// Runs one program that either succeeds or not.
+fn check(context: &Context, command: Command, limit: Duration) -> Outcome {
+    match process::run(command, limit, context.echo) {
+        Ok(done) if done.success() => Outcome::passed(),
+        Ok(done) => Outcome::failed(done.why(), done.tail(TAIL)),
+        Err(why) => Outcome::failed(why, String::new()),
+    }
+}
+
+/// Runs a `cargo test`: it must succeed and must have run tests.
+fn cargo_test(context: &Context, command: Command, limit: Duration) -> Outcome {
+    match process::run(command, limit, context.echo) {
+        Ok(done) => judge(&done),
+        Err(why) => Outcome::failed(why, String::new()),
+    }
+}
+
+/// The outcome of a finished `cargo test`.
+fn judge(done: &Finished) -> Outcome {
+    let mut counts = Counts::read(&done.output);
+    let failed = failures(&done.output);
+    let verdict = if !done.success() {
+        // A program that did not compile, crashed or hung has failed as one test.
+        counts.failed = counts.failed.max(1);
+        let named = if failed.is_empty() { done.why() } else { failed.join(", ") };
+        Verdict::Failed(named)
+    } else if counts.ran() == 0 {
+        counts.failed = 1;
+        Verdict::Failed("no test ran".into())
+    } else {
+        Verdict::Passed
+    };
+    let tail = if verdict == Verdict::Passed { String::new() } else { done.tail(TAIL) };
+    Outcome { verdict, counts, ignored: ignored(&done.output), tail }
+}
+
+/// Whether `cargo NAME` is there.
+fn has_component(context: &Context, name: &str) -> bool {
+    cargo(context, &[name, "--version"]).output().is_ok_and(|out| out.status.success())
+}
+
+fn fmt(context: &Context) -> Outcome {
+    if !has_component(context, "fmt") {
+        return Outcome::missing(context, "rustfmt is not installed", false);
+    }
+    check(context, cargo(context, &["fmt", "--all", "--check"]), MINUTES(2))
+}
+
+fn clippy(context: &Context) -> Outcome {
+    if !has_component(context, "clippy") {
+        return Outcome::missing(context, "clippy is not installed", false);
+    }
+    let args = ["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"];
+    check(context, cargo(context, &args), MINUTES(15))
+}
+
+fn doc(context: &Context) -> Outcome {
+    let mut command = cargo(context, &["doc", "--workspace", "--no-deps"]);
+    command.env("RUSTDOCFLAGS", "-D warnings");
+    check(context, command, MINUTES(15))
+}
+
+fn tests(context: &Context) -> Outcome {
+    let args = ["test", "--workspace", "--profile", "checked", "--no-fail-fast"];
+    cargo_test(context, cargo(context, &args), MINUTES(30))
+}
+
+fn loom(context: &Context) -> Outcome {
+    let args = ["test", "--package", "ep-transport", "--release", "--test", "loom_flags"];
+    let mut command = cargo(context, &args);
+    command.env("RUSTFLAGS", "--cfg loom");
+    // Other flags rebuild everything, so this has a folder of its own.
+    command.env("CARGO_TARGET_DIR", context.workspace.target.join("loom"));
+    cargo_test(context, command, MINUTES(15))
+}
+
+fn examples(context: &Context) -> Outcome {
+    let names = context.workspace.names_under("examples");
+    if names.is_empty() {
+        return Outcome::failed("there are no examples", String::new());
+    }
+    let mut counts = Counts::default();
+    let (mut failed, mut tail) = (Vec::new(), String::new());
+    for name in names {
+        let built = cargo(context, &["build", "--release", "--quiet", "--package", name]);
+        let run = cargo(context, &["run", "--release", "--quiet", "--package", name]);
+        let why = match process::run(built, MINUTES(10), context.echo) {
+            Ok(done) if !done.success() => Some((done.why(), done.tail(TAIL))),
+            Err(why) => Some((why, String::new())),
+            Ok(_) => match process::run(run, MINUTES(3), context.echo) {
+                Ok(done) if !done.success() => Some((done.why(), done.tail(TAIL))),
+                Ok(done) if done.output.trim().is_empty() => {
+                    Some(("it printed nothing".into(), String::new()))
+                }
+                Err(why) => Some((why, String::new())),
+                Ok(_) => None,
+            },
+        };
+        match why {
+            None => counts.passed += 1,
+            Some((why, output)) => {
+                counts.failed += 1;
+                failed.push(format!("{name}: {why}"));
+                tail.push_str(&output);
+            }
+        }
+    }
+    let verdict =
+        if failed.is_empty() { Verdict::Passed } else { Verdict::Failed(failed.join("; ")) };
+    Outcome::of(verdict, counts, tail)
+}
+
+fn invariants(context: &Context) -> Outcome {
+    match tidy::check(&context.workspace.root) {
+        Err(why) => Outcome::failed(why, String::new()),
+        Ok(report) => {
+            if context.echo {
+                println!("{report}");
+            }
+            let (passed, failed) = (report.passed() as u64, report.failed() as u64);
+            let verdict = match failed {
+                0 => Verdict::Passed,
+                n => Verdict::Failed(format!("{n} checks failed")),
+            };
+            let tail = if failed > 0 { report.to_string() } else { String::new() };
+            Outcome::of(verdict, Counts { passed, failed, skipped: 0 }, tail)
+        }
+    }
+}
+
+fn public_api(context: &Context) -> Outcome {
+    match api::compare(&context.workspace, context.echo) {
+        Ok(api::Verdict::Same(crates)) => {
+            let counts = Counts { passed: crates as u64, ..Counts::default() };
+            Outcome::of(Verdict::Passed, counts, String::new())
+        }
+        Ok(api::Verdict::Changed(text)) => Outcome::failed("the public API changed", text),
+        Ok(api::Verdict::Unreadable(why)) => Outcome::missing(context, &why, false),
+        Err(why) => Outcome::failed(why, String::new()),
+    }
+}
+
+fn aarch64(context: &Context) -> Outcome {
+    const TARGET: &str = "aarch64-unknown-linux-gnu";
+    let rustc = std::env::var_os("RUSTC").unwrap_or_else(|| "rustc".into());
+    let out = Command::new(rustc).args(["--print", "target-libdir", "--target", TARGET]).output();
+    let installed = out.is_ok_and(|out| {
+        let folder = String::from_utf8_lossy(&out.stdout);
+        out.status.success() && std::path::Path::new(folder.trim()).is_dir()
+    });
+    if !installed {
+        // It comes from rustup alone, which a machine without a network cannot ask.
+        let why = format!("target {TARGET} is not installed (rustup target add {TARGET})");
+        return Outcome::missing(context, &why, true);
+    }
+    let args = ["check", "--workspace", "--target", TARGET];
+    check(context, cargo(context, &args), MINUTES(15))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::process::ExitStatusExt;
+    use std::process::ExitStatus;
+
+    use super::*;
+
+    fn finished(code: i32, output: &str) -> Finished {
+        Finished { status: Some(ExitStatus::from_raw(code << 8)), output: output.into() }
+    }
+
+    const GOOD: &str = "test result: ok. 4 passed; 0 failed; 1 ignored; 0 measured\n";
+
+    #[test]
+    fn a_good_run_passes_with_its_counts() {
+        let outcome = judge(&finished(0, GOOD));
+        assert!(!outcome.is_failure());
+        assert_eq!(outcome.counts, Counts { passed: 4, failed: 0, skipped: 1 });
+    }
+
+    #[test]
+    fn a_run_without_tests_fails() {
+        let outcome = judge(&finished(0, "test result: ok. 0 passed; 0 failed; 0 ignored\n"));
+        assert!(outcome.is_failure());
+        assert_eq!(outcome.counts.failed, 1);
+    }
+
+    #[test]
+    fn a_crash_after_good_tests_fails() {
+        let outcome = judge(&finished(101, GOOD));
+        assert!(outcome.is_failure());
+        assert_eq!(outcome.counts, Counts { passed: 4, failed: 1, skipped: 1 });
+        assert!(judge(&Finished { status: None, output: GOOD.into() }).is_failure());
+    }
+}
