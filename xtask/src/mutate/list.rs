@@ -24,11 +24,18 @@ pub enum Test {
 /// In the order they run; those with one test stand together.
 pub const MUTATIONS: &[Mutation] = &[
     Mutation {
-        name: "deadline-never-passes",
-        file: "crates/ep-transport/src/deadline.rs",
-        find: "self.after.saturating_sub(self.start.elapsed())",
-        replace: "self.after.saturating_sub(std::time::Duration::ZERO)",
-        test: Test::Plain(&["--package", "ep-transport", "--lib", "deadline"]),
+        name: "flag-set-relaxed",
+        file: "crates/ep-transport/src/flags.rs",
+        find: "self.publish(flag, source, Ordering::Release, Ordering::Release);",
+        replace: "self.publish(flag, source, Ordering::Relaxed, Ordering::Release);",
+        test: Test::Loom(&["--package", "ep-transport", "--test", "loom_flags"]),
+    },
+    Mutation {
+        name: "one-expert-too-many",
+        file: "crates/ep-kernels/src/placement.rs",
+        find: "usize::from(r < more)",
+        replace: "usize::from(r <= more)",
+        test: Test::Plain(&["--package", "ep-kernels", "--test", "layout", "contiguous"]),
     },
     Mutation {
         name: "no-test-counts-as-success",

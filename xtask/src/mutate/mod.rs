@@ -3,7 +3,7 @@
 
 mod list;
 
-use std::fs;
+use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -68,7 +68,8 @@ pub fn run(options: &Options) -> Result<()> {
     }
     let workspace = Workspace::load(false)?;
     let cargo = Cargo::new(&workspace, options.verbose)?;
-    let wanted = |m: &&Mutation| options.only.is_empty() || options.only.iter().any(|o| o == m.name);
+    let wanted =
+        |m: &&Mutation| options.only.is_empty() || options.only.iter().any(|o| o == m.name);
     let mutations: Vec<&Mutation> = MUTATIONS.iter().filter(wanted).collect();
 
     let mut baselines = Vec::new();
@@ -170,15 +171,20 @@ struct Cargo {
     folder: PathBuf,
     target: PathBuf,
     echo: bool,
+    /// Held while this process may change the copy.
+    _lock: File,
 }
 
 impl Cargo {
     fn new(workspace: &Workspace, echo: bool) -> Result<Self> {
         let home = workspace.target.join("mutate");
         let folder = home.join("tree");
-        // A lock left in place keeps two runs from breaking each other's copy.
+        let failed = |e: std::io::Error| format!("{}: {e}", home.display());
+        fs::create_dir_all(&home).map_err(failed)?;
+        let lock = File::create(home.join("lock")).map_err(failed)?;
+        lock.try_lock().map_err(|_| "another cargo xtask mutate is running")?;
         tree::mirror(&workspace.root, &folder)?;
-        Ok(Self { folder, target: home.join("target"), echo })
+        Ok(Self { folder, target: home.join("target"), echo, _lock: lock })
     }
 
     fn command(&self, test: Test, build: bool) -> Command {

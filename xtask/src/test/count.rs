@@ -89,8 +89,7 @@ merged doctests compilation took 0.4s
 
     #[test]
     fn skipped_and_failed_tests_are_named() {
-        let expected =
-            ["flags::b: needs a GPU", "src/lib.rs - Group (line 12): no reason given"];
+        let expected = ["flags::b: needs a GPU", "src/lib.rs - Group (line 12): no reason given"];
         assert_eq!(ignored(OUTPUT), expected);
         assert_eq!(failures(OUTPUT), ["flags::c"]);
     }

@@ -97,8 +97,7 @@ pub fn run(options: &Options) -> Result<()> {
         }
         return Ok(());
     }
-    let context =
-        Context { workspace: Workspace::load(false)?, ci: in_ci(), echo: !options.quiet };
+    let context = Context { workspace: Workspace::load(false)?, ci: in_ci(), echo: !options.quiet };
     let wanted = |name: &str| options.only.is_empty() || options.only.iter().any(|o| o == name);
 
     let mut done = Vec::new();
@@ -115,7 +114,8 @@ pub fn run(options: &Options) -> Result<()> {
     report(&done);
     summary(&done);
 
-    let failed: Vec<&str> = done.iter().filter(|d| d.outcome.is_failure()).map(|d| d.name).collect();
+    let failed: Vec<&str> =
+        done.iter().filter(|d| d.outcome.is_failure()).map(|d| d.name).collect();
     if failed.is_empty() { Ok(()) } else { Err(format!("failed: {}", failed.join(", "))) }
 }
 
@@ -177,8 +177,7 @@ fn summary(done: &[Done]) {
 
 /// `3 passed, 1 skipped`, without what is zero.
 fn tests(counts: Counts) -> String {
-    let parts =
-        [(counts.passed, "passed"), (counts.failed, "failed"), (counts.skipped, "skipped")];
+    let parts = [(counts.passed, "passed"), (counts.failed, "failed"), (counts.skipped, "skipped")];
     let parts = parts.iter().filter(|(n, _)| *n > 0).map(|(n, word)| format!("{n} {word}"));
     parts.collect::<Vec<_>>().join(", ")
 }

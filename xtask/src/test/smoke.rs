@@ -27,7 +27,11 @@ struct Case {
 
 const CASES: [Case; 5] = [
     Case { what: "round trip of threads", args: &["roundtrip"], good: true },
-    Case { what: "dispatch, expert-major", args: &["dispatch", "--layout", "expert-major"], good: true },
+    Case {
+        what: "dispatch, expert-major",
+        args: &["dispatch", "--layout", "expert-major"],
+        good: true,
+    },
     Case { what: "round trip of processes", args: &["roundtrip", "--processes"], good: true },
     Case { what: "an unknown option", args: &["roundtrip", "--no-such-option"], good: false },
     Case { what: "an unknown routing", args: &["roundtrip", "--routing", "no-such"], good: false },

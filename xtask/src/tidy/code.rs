@@ -145,8 +145,17 @@ pub fn oracle(input: &Input) -> Vec<String> {
 
 /// A branch on a transport's name would make the same calls behave differently.
 pub fn transports(input: &Input) -> Vec<String> {
-    const TESTS: [&str; 9] =
-        ["==", "!=", "match ", "matches!", "if let", ".starts_with", ".ends_with", ".contains", ".eq("];
+    const TESTS: [&str; 9] = [
+        "==",
+        "!=",
+        "match ",
+        "matches!",
+        "if let",
+        ".starts_with",
+        ".ends_with",
+        ".contains",
+        ".eq(",
+    ];
     let mut found = Vec::new();
     for (file, source) in input.rust("crates/ep-runtime/src") {
         let lines: Vec<&str> = source.shipped.lines().collect();
@@ -195,20 +204,23 @@ mod tests {
     #[test]
     fn paths_of_one_machine_are_found() {
         let good = "see ../README.md, https://example.org/home/page and /sys/class";
-        let bad = [concat!("`..", "/shared/x`"), concat!("in /ho", "me/me"), concat!("\"/wo", "rk/x\"")];
+        let bad =
+            [concat!("`..", "/shared/x`"), concat!("in /ho", "me/me"), concat!("\"/wo", "rk/x\"")];
         check(paths, "a.md", good, &bad);
     }
 
     #[test]
     fn output_of_libraries_is_found() {
-        let good = "/// println!(\"x\")\nfn f() {}\n#[cfg(test)]\nmod tests { fn g() { dbg!(1); } }";
+        let good =
+            "/// println!(\"x\")\nfn f() {}\n#[cfg(test)]\nmod tests { fn g() { dbg!(1); } }";
         check(output, LIB, good, &["fn f() { println!(\"x\"); }", "fn f() { eprint!(\"x\"); }"]);
         check(output, "crates/ep-bench/src/main.rs", "fn main() { println!(\"x\"); }", &[]);
     }
 
     #[test]
     fn subscribers_are_found() {
-        let bad = ["fn f() { tracing_subscriber::fmt::init(); }", "fn f() { set_global_default(x); }"];
+        let bad =
+            ["fn f() { tracing_subscriber::fmt::init(); }", "fn f() { set_global_default(x); }"];
         check(subscriber, LIB, "fn f() { tracing::info!(\"x\"); }", &bad);
     }
 
@@ -224,7 +236,8 @@ mod tests {
     fn skipped_tests_need_a_reason() {
         let good = "#[test]\n#[ignore = \"needs a GPU\"]\nfn f() {}\n\
                     #[test]\n#[ignore = \"measures latency\"]\nfn g() {}\n/// ```no_run\n/// ```";
-        let bad = ["#[test]\n#[ignore]\nfn f() {}", "#[ignore = \"flaky\"]\nfn f() {}", "/// ```ignore"];
+        let bad =
+            ["#[test]\n#[ignore]\nfn f() {}", "#[ignore = \"flaky\"]\nfn f() {}", "/// ```ignore"];
         check(ignored, "crates/ep-transport/tests/a.rs", good, &bad);
     }
 

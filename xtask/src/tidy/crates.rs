@@ -201,9 +201,7 @@ mod tests {
 
     #[test]
     fn cudarc_is_opened_at_run_time() {
-        let uses = |default: bool, feature: &str| {
-            json!({"name": "cudarc", "uses_default_features": default, "features": [feature]})
-        };
+        let uses = |default: bool, feature: &str| json!({"name": "cudarc", "uses_default_features": default, "features": [feature]});
         let found = |d, f| cudarc(&workspace("ep-kernels", Value::Null, uses(d, f)));
         assert!(found(false, "fallback-dynamic-loading").is_empty());
         assert!(found(false, "driver").is_empty());

@@ -48,7 +48,8 @@ fn measured(input: &Input, path: &str) -> Result<Vec<f64>, String> {
     if !path.starts_with("bench/results/") {
         return Err("not under bench/results".into());
     }
-    let file = input.files.iter().find(|f| f.path == Path::new(path)).ok_or("there is no such file")?;
+    let file =
+        input.files.iter().find(|f| f.path == Path::new(path)).ok_or("there is no such file")?;
     let value: Value = serde_json::from_str(&file.text).map_err(|e| e.to_string())?;
     if value["schema"] != 1 || value["commit"].as_str().is_none_or(str::is_empty) {
         return Err("not a report of schema 1 that names its commit".into());

@@ -35,7 +35,11 @@ const CHECKS: &[Check] = &[
     Check { name: "graph", what: "crates depend one way", run: crates::graph },
     Check { name: "linking", what: "no native library is linked", run: crates::linking },
     Check { name: "cudarc", what: "cudarc is opened at run time only", run: crates::cudarc },
-    Check { name: "manifests", what: "lints and versions come from the root", run: crates::manifests },
+    Check {
+        name: "manifests",
+        what: "lints and versions come from the root",
+        run: crates::manifests,
+    },
     Check { name: "figures", what: "figures stand in bench/results", run: documents::figures },
     Check { name: "links", what: "local links of documents lead somewhere", run: documents::links },
     Check { name: "mutations", what: "every mutation still applies", run: mutations },

@@ -129,9 +129,9 @@ fn block_comment(bytes: &[u8], start: usize) -> usize {
 fn raw_string(text: &str, at: usize) -> Option<usize> {
     let name = |c: char| c.is_alphanumeric() || c == '_';
     let rest = &text[at..];
-    let letters = ["r", "br", "cr"].into_iter().find(|p| {
-        rest.strip_prefix(p).is_some_and(|r| r.starts_with('"') || r.starts_with("#"))
-    })?;
+    let letters = ["r", "br", "cr"]
+        .into_iter()
+        .find(|p| rest.strip_prefix(p).is_some_and(|r| r.starts_with('"') || r.starts_with("#")))?;
     if text[..at].chars().next_back().is_some_and(name) {
         return None;
     }
@@ -243,7 +243,8 @@ mod tests {
 
     #[test]
     fn comments_and_strings_are_blanked() {
-        let text = "a(\"x // y\", 'z', '\\'', b'\\\\'); // panic!\n/* b /* c */ d */ e(r#\"f\"g\"#)";
+        let text =
+            "a(\"x // y\", 'z', '\\'', b'\\\\'); // panic!\n/* b /* c */ d */ e(r#\"f\"g\"#)";
         let code = blank_text(text);
         assert_eq!(code.len(), text.len());
         let dense: String = code.split_whitespace().collect();
