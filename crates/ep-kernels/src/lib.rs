@@ -7,6 +7,8 @@
 //! The kernels in [`host`] are the reference: other implementations must give the same bits.
 
 mod counts;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 mod dtype;
 mod error;
 mod fp8;

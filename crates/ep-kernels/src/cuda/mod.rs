@@ -1,0 +1,52 @@
+//! GPUs: driver, run-time compilation, launches with attributes, partitions of SMs, and the two kernels that
+//! observe and occupy SMs.
+//!
+//! Nothing links CUDA: libcuda and libnvrtc are opened when first needed, and where one is missing, too old or
+//! without a GPU the answer is a [`CudaError`] that names the library and what to do.
+//!
+//! ```no_run
+//! use ep_kernels::cuda::{Compiler, Device, ObserveOptions, SmTools};
+//!
+//! # fn main() -> Result<(), ep_kernels::cuda::CudaError> {
+//! let device = Device::open(0)?;
+//! let tools = SmTools::load(&device, Compiler::get()?)?;
+//! let seen = tools.observe(&ObserveOptions::default())?;
+//! println!("{} SMs, {:?}", seen.sm_ids.len(), seen.sizes);
+//! # Ok(())
+//! # }
+//! ```
+
+mod cache;
+mod compile;
+mod device;
+mod driver;
+mod error;
+mod green;
+mod holder;
+mod launch;
+mod memory;
+mod module;
+mod nvrtc;
+mod probe;
+mod report;
+mod source;
+mod stream;
+
+pub use cache::{CACHE_VARIABLE, CacheKey, KernelCache};
+pub use compile::{Arch, CacheChoice, Compiler, CompilerOptions, Cubin};
+pub use device::{Device, DeviceProperties};
+pub use driver::Driver;
+pub use error::{CudaError, Version};
+pub use green::{GreenContext, SmResource, SplitFlags};
+pub use holder::{HoldReport, HoldSpec, Holder, SmSet};
+pub use launch::{ClusterScheduling, LaunchAttributes, LaunchConfig, LaunchFlags, MemSyncDomain};
+pub use memory::{MappedHost, Plain};
+pub use module::{Kernel, KernelParams, Module, Resources};
+pub use nvrtc::NVRTC_PATH_VARIABLE;
+pub use probe::{
+    ClusterObservation, ObserveOptions, ProbeRecord, ProbeRun, ProbeSpec, SmObservations, SmTools,
+    observe_sms,
+};
+pub use report::{KernelReport, compile_report};
+pub use source::{KernelSource, Layout};
+pub use stream::Stream;

@@ -1,0 +1,102 @@
+//! The kernels' sources, and the layouts their structs must have.
+
+use std::fmt::Write as _;
+
+/// A CUDA source of this crate.
+#[derive(Debug)]
+pub struct KernelSource {
+    /// File name, as compiler messages give it.
+    pub name: &'static str,
+    /// Names of its kernels.
+    pub kernels: &'static [&'static str],
+    pub(crate) text: &'static str,
+    pub(crate) layouts: &'static [Layout],
+}
+
+/// Size and field offsets of a struct shared with a kernel, bytes.
+#[derive(Debug)]
+pub struct Layout {
+    pub(crate) name: &'static str,
+    pub(crate) size: usize,
+    pub(crate) fields: &'static [(&'static str, usize)],
+}
+
+/// The [`Layout`] of a `repr(C)` struct under the same name. Name every field that is no array (the kernel's
+/// check cannot take those), so that it covers every byte.
+macro_rules! layout {
+    ($name:ident { $($field:ident),* $(,)? }) => {
+        $crate::cuda::source::Layout {
+            name: stringify!($name),
+            size: size_of::<$name>(),
+            fields: &[$((stringify!($field), std::mem::offset_of!($name, $field))),*],
+        }
+    };
+}
+pub(crate) use layout;
+
+const PRELUDE: &str = include_str!("../../kernels/prelude.cuh");
+
+impl KernelSource {
+    /// The text that is compiled: the prelude, the host's layouts as macros, the source. Error messages count
+    /// lines of the source.
+    pub fn assemble(&self) -> String {
+        let mut text = String::with_capacity(PRELUDE.len() + self.text.len() + 1024);
+        text.push_str("#line 1 \"prelude.cuh\"\n");
+        text.push_str(PRELUDE);
+        // Writing to a String cannot fail.
+        for Layout { name, size, fields } in self.layouts {
+            let _ = writeln!(text, "#define EP_SIZE_{name} {size}");
+            for (field, at) in *fields {
+                let _ = writeln!(text, "#define EP_AT_{name}_{field} {at}");
+            }
+        }
+        let _ = writeln!(text, "#line 1 \"{}\"", self.name);
+        text.push_str(self.text);
+        text
+    }
+
+    /// Every source of this crate.
+    pub fn all() -> &'static [&'static KernelSource] {
+        static ALL: [&KernelSource; 2] = [&super::probe::SM_PROBE, &super::holder::HOLDER];
+        &ALL
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sources_include_nothing_and_check_every_field() {
+        for source in KernelSource::all() {
+            let text = source.assemble();
+            assert!(!text.contains("#include"), "{} includes a header", source.name);
+            for layout in source.layouts {
+                let check = format!("EP_CHECK_SIZE({});", layout.name);
+                assert!(source.text.contains(&check), "{} lacks {check}", source.name);
+                for (field, at) in layout.fields {
+                    let check = format!("EP_CHECK_FIELD({}, {field});", layout.name);
+                    assert!(source.text.contains(&check), "{} lacks {check}", source.name);
+                    assert!(
+                        text.contains(&format!("#define EP_AT_{}_{field} {at}\n", layout.name))
+                    );
+                }
+            }
+            for kernel in source.kernels {
+                assert!(
+                    source.text.contains(&format!("{kernel}(const __grid_constant__ ")),
+                    "{kernel}"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn names_are_unique() {
+        let mut names: Vec<_> = KernelSource::all().iter().flat_map(|s| s.kernels).collect();
+        let all = names.len();
+        names.sort();
+        names.dedup();
+        assert_eq!(names.len(), all);
+    }
+}
