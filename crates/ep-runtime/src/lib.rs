@@ -1,1 +1,86 @@
-//! Expert parallelism for mixture-of-experts models: dispatch and combine that run beside compute.
+//! Expert parallelism for mixture-of-experts models: dispatch sends each token to the ranks that
+//! own its top-k experts, combine brings the experts' outputs back and sums them per token.
+//!
+//! An engine depends on this crate alone. It makes a [`Group`] of ranks, builds an [`Ep`] for the
+//! shape of its layer ([`MoeShape`]), and calls [`Ep::dispatch`] and [`Dispatched::combine`]:
+//!
+//! ```
+//! use ep_runtime::{
+//!     CombineOpts, DispatchOpts, EpBuilder, EpError, Group, Ids, MoeShape, Payload, PayloadKind,
+//!     Queue, Route, Rows, RowsMut,
+//! };
+//!
+//! const HIDDEN: usize = 64;
+//!
+//! fn rank(group: Group) -> Result<Vec<f32>, EpError> {
+//!     // 8 experts, of which each token takes 2; rows of f32.
+//!     let shape = MoeShape::new(HIDDEN, 2, 8).max_tokens(16).payload(PayloadKind::F32);
+//!     let ep = EpBuilder::new(shape).build(&group)?;
+//!     let queue = Queue::host();
+//!
+//!     let tokens = vec![1.0f32; 3 * HIDDEN];
+//!     let ids = [0, 7, 3, -1, 5, 2];
+//!     let route = Route::Topk { ids: Ids::I32(&ids), weights: None };
+//!     let payload = Payload::new(Rows::new(&tokens, HIDDEN)?)?;
+//!     let mut received = ep.dispatch(&queue, payload, route, &DispatchOpts::default())?;
+//!
+//!     // The experts of this rank: here each doubles its tokens.
+//!     let experts: Vec<usize> = (0..received.num_rows())
+//!         .map(|i| received.rows().topk_ids().expect("rank-major").get(i).iter().filter(|&&id| id >= 0).count())
+//!         .collect();
+//!     let mut outputs = received.rows_mut(PayloadKind::F32)?;
+//!     for (i, count) in experts.into_iter().enumerate() {
+//!         outputs.payload().row_mut::<f32>(i).iter_mut().for_each(|x| *x *= 2.0 * count as f32);
+//!     }
+//!
+//!     let mut out = vec![0.0f32; 3 * HIDDEN];
+//!     received.combine(&queue, RowsMut::new(&mut out, HIDDEN)?, &CombineOpts::default())?;
+//!     Ok(out)
+//! }
+//!
+//! let ranks = Group::local(4)?.into_iter().map(|group| std::thread::spawn(move || rank(group)));
+//! for rank in ranks.collect::<Vec<_>>() {
+//!     let out = rank.join().expect("no panic")?;
+//!     assert_eq!((out[0], out[HIDDEN], out[2 * HIDDEN]), (4.0, 2.0, 4.0));
+//! }
+//! # Ok::<(), EpError>(())
+//! ```
+//!
+//! Ranks are threads here; as processes (`Group::from_env`) they make the same calls.
+#![warn(missing_debug_implementations)]
+
+mod combine;
+mod config;
+mod dispatch;
+mod ep;
+mod error;
+mod event;
+mod handle;
+mod lane;
+mod notify;
+mod payload;
+mod result;
+mod shape;
+mod slots;
+mod views;
+
+pub use combine::{CombineOpts, CombineSend, Combined, Precision, combine_all};
+pub use dispatch::{DispatchSend, dispatch_all};
+pub use ep::{Ep, EpBuilder, Place};
+pub use ep_kernels::{
+    DType, Element, Fp8E4M3, Ids, PayloadKind, Placement, SCALE_BLOCK, ScaleKind, bf16, f16,
+};
+pub use ep_transport::{
+    Deadline, ErrorKind, Group, ProcessTransport, Queue, Rendezvous, ThreadTransport, Transport,
+    TransportError,
+};
+pub use error::EpError;
+pub use event::Event;
+pub use handle::Handle;
+pub use payload::{DispatchOpts, Payload, Route};
+pub use result::{Column, Dispatched, Outputs, Owned, Received, SourceToken};
+pub use shape::{Layout, MoeShape, Plan};
+pub use views::{Rows, RowsMut};
+
+/// The result of this crate's operations.
+pub type Result<T, E = EpError> = std::result::Result<T, E>;

@@ -62,6 +62,12 @@ pub trait Transport: Debug + Send + Sync {
     /// A short name for reports, such as `host` or `tcp`. The runtime never branches on it.
     fn name(&self) -> &'static str;
 
+    /// Whether [`Link::reach`] is [`Reach::Direct`] for every peer on every machine this transport
+    /// opens at all. If not, windows carry staging for blocks of rows.
+    fn maps_all_peers(&self) -> bool {
+        false
+    }
+
     /// Opens a window of `spec` on every rank of `group` and connects them. Windows start zeroed
     /// and all flags are 0 when it returns.
     ///

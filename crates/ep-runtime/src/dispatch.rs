@@ -1,0 +1,434 @@
+//! Dispatch: every token to the ranks of its experts, in three steps that each bound their waits.
+//!
+//! *Post* lays the routing out and announces it. *Send* waits for the announcements of all ranks,
+//! so knows the final place of every row, and writes rows there. *Recv* waits for the rows of all
+//! ranks.
+
+use std::sync::Arc;
+
+use ep_kernels::host::{self, ExpertRows, Source, Target};
+use ep_kernels::{ExpertFormat, IdError, PayloadKind, RecordFormat};
+use ep_transport::Queue;
+
+use crate::ep::Inner;
+use crate::handle::HandleInner;
+use crate::lane::{LaneGuard, LaneState};
+use crate::notify::{self, Header, Phase};
+use crate::payload::{self, DispatchOpts, Payload, Route};
+use crate::result::Dispatched;
+use crate::slots::Slot;
+use crate::{Ep, EpError, Handle, Layout, Result};
+
+const OP: &str = "dispatch";
+
+/// Options that all ranks of a dispatch share, as they travel.
+const CAPACITY: u64 = 1;
+const PHYSICAL_IDS: u64 = 2;
+
+/// The routing of a dispatch in progress.
+#[derive(Debug)]
+enum Routing {
+    /// Being made: nobody else has it yet.
+    New(Arc<HandleInner>),
+    Cached(Handle),
+}
+
+impl Routing {
+    fn get(&self) -> &HandleInner {
+        match self {
+            Self::New(handle) => handle,
+            Self::Cached(handle) => &handle.routing,
+        }
+    }
+}
+
+/// A dispatch that has been announced.
+#[derive(Debug)]
+pub(crate) struct Posted {
+    lane: LaneGuard,
+    slot: Slot,
+    routing: Routing,
+    kind: PayloadKind,
+    capacity: bool,
+}
+
+/// A dispatch whose rows have left this rank; those of the peers may still be on their way.
+///
+/// Dropping it gives the received rows up; the lane's next operation waits for them.
+#[derive(Debug)]
+pub struct DispatchSend {
+    parts: Option<Posted>,
+}
+
+impl Ep {
+    /// Sends each token of this rank to the ranks of its experts and receives theirs. Collective:
+    /// all ranks call it, with as many tokens as each has.
+    ///
+    /// The rows are received into a free slot, which the result owns.
+    ///
+    /// # Errors
+    /// Bad arguments, a busy lane or no free slot at once, with nothing sent; bad ids, too many
+    /// rows or different operations as the same error on every rank, with no payload sent; a
+    /// time-out, a lost peer or an abort, after which the group is unusable.
+    pub fn dispatch(
+        &self,
+        queue: &Queue,
+        payload: Payload<'_>,
+        route: Route<'_>,
+        opts: &DispatchOpts,
+    ) -> Result<Dispatched> {
+        self.dispatch_send(queue, payload, route, opts)?.recv(queue)
+    }
+
+    /// The first half of a dispatch: returns when this rank's rows have been written. It waits,
+    /// bounded, until every peer has said where its rows go (and, uncached, how many come).
+    ///
+    /// # Errors
+    /// As [`Ep::dispatch`].
+    pub fn dispatch_send(
+        &self,
+        queue: &Queue,
+        payload: Payload<'_>,
+        route: Route<'_>,
+        opts: &DispatchOpts,
+    ) -> Result<DispatchSend> {
+        let _ = queue;
+        Posted::new(&self.inner, &payload, &route, opts)?.send(&payload)
+    }
+}
+
+/// [`Ep::dispatch`] for several ranks driven by one thread, phase by phase: rank `i` is `calls[i]`.
+///
+/// # Errors
+/// The first rank's that fails; the others' results are dropped.
+pub fn dispatch_all(
+    queue: &Queue,
+    calls: &[(&Ep, Payload<'_>, Route<'_>)],
+    opts: &DispatchOpts,
+) -> Result<Vec<Dispatched>> {
+    for (ep, payload, route) in calls {
+        payload::check(OP, &ep.inner, payload, route, opts)?;
+    }
+    let mut posted = Vec::with_capacity(calls.len());
+    for (ep, payload, route) in calls {
+        let one = Posted::new(&ep.inner, payload, route, opts);
+        // Ranks that have announced the operation cannot take it back.
+        posted.push(one.inspect_err(|e| {
+            if let Some((first, ..)) = calls.first().filter(|_| !posted.is_empty()) {
+                first.inner.group.abort(&format!("dispatch_all could not go on: {e}"));
+            }
+        })?);
+    }
+    let prepared = posted.into_iter().map(Posted::prepare).collect::<Vec<_>>();
+    let mut sent = Vec::with_capacity(calls.len());
+    // A bad verdict is everyone's: all raise their flags before anyone waits for them.
+    let mut failed = None;
+    for (prepared, (_, payload, _)) in prepared.into_iter().zip(calls) {
+        match prepared {
+            Ok(posted) => sent.push(posted.write(payload)?),
+            Err(refused) => {
+                let Refused { error, lane, slot } = *refused;
+                if error.group_usable() {
+                    lane.done(&lane.ep.peers)?;
+                    lane.abandon(false, slot.detach());
+                }
+                failed = failed.or(Some(error));
+            }
+        }
+    }
+    match failed {
+        Some(error) => Err(error),
+        None => sent.into_iter().map(|s| s.recv(queue)).collect(),
+    }
+}
+
+/// A dispatch that all ranks refuse, or that failed.
+struct Refused {
+    error: EpError,
+    lane: LaneGuard,
+    slot: Slot,
+}
+
+impl Posted {
+    fn new(
+        ep: &Arc<Inner>,
+        payload: &Payload<'_>,
+        route: &Route<'_>,
+        opts: &DispatchOpts,
+    ) -> Result<Self> {
+        ep.usable(OP)?;
+        payload::check(OP, ep, payload, route, opts)?;
+        if let Route::Cached(handle) = route
+            && handle.routing.ep != ep.id
+        {
+            return Err(EpError::argument(
+                OP,
+                "the handle belongs to another group, shape or rank",
+            ));
+        }
+        let deadline = ep.deadline();
+        let lane = LaneGuard::take(ep, OP, opts.lane, deadline)?;
+        let slot = Slot::take(ep, OP)?;
+        let mut header = Header {
+            slot: slot.index() as u32,
+            payload: payload.kind.code(),
+            options: u64::from(opts.capacity) * CAPACITY
+                + u64::from(opts.physical_ids) * PHYSICAL_IDS,
+            ..Header::default()
+        };
+        let routing = match route {
+            Route::Cached(handle) => {
+                header.op = notify::OP_CACHED;
+                header.handle = handle.routing.id;
+                header.layout = handle.routing.layout.code();
+                lane.announce(header, &[], &[])?;
+                Routing::Cached((*handle).clone())
+            }
+            Route::Topk { ids, weights } => {
+                header.op = notify::OP_DISPATCH;
+                header.layout = opts.layout.code();
+                let mut handle = ep.handles.take();
+                let new = Arc::get_mut(&mut handle).expect("the pool gives what nobody refers to");
+                new.layout = opts.layout;
+                new.weights.clear();
+                new.weights.extend_from_slice(weights.unwrap_or(&[]));
+                let shape = &ep.shape;
+                let (k, placement) = (shape.topk, &shape.placement);
+                let routed = new.send.compute(*ids, k, placement, ep.rank(), opts.physical_ids);
+                if let Err(e) = routed {
+                    set_status(&mut header, &e)?;
+                }
+                let sequence =
+                    lane.announce(header, &new.send.expert_counts, &new.send.rank_counts)?;
+                new.id = ((opts.lane as u64) << 48) | sequence;
+                Routing::New(handle)
+            }
+        };
+        Ok(Self { lane, slot, routing, kind: payload.kind, capacity: opts.capacity })
+    }
+
+    /// Waits for the announcements; then everything about the rows is known.
+    fn prepare(mut self) -> Result<Self, Box<Refused>> {
+        match self.prepare_in_place() {
+            Ok(()) => Ok(self),
+            Err(error) => {
+                let Self { lane, slot, .. } = self;
+                Err(Box::new(Refused { error, lane, slot }))
+            }
+        }
+    }
+
+    fn prepare_in_place(&mut self) -> Result<()> {
+        let ep = self.lane.ep.clone();
+        self.lane.collect(OP, ep.deadline())?;
+        notify::verdict(OP, &self.lane.state().headers)?;
+        let Routing::New(handle) = &mut self.routing else { return Ok(()) };
+        let handle = Arc::get_mut(handle).expect("not shared before it is complete");
+        handle.matrix.reset(&ep.shape.placement);
+        for source in 0..ep.shape.world {
+            let mailbox = ep.local(ep.window.mailbox(self.lane.index, source));
+            // SAFETY: the announcement is whole and stays until this rank raises Done; the verdict
+            // says that it is one of an uncached dispatch.
+            unsafe { notify::read_counts(mailbox, source, &mut handle.matrix) };
+        }
+        let expert_major = match handle.layout {
+            Layout::ExpertMajor { alignment } => Some((alignment, ep.shape.max_expert_rows)),
+            Layout::RankMajor => None,
+        };
+        notify::capacity(OP, &mut handle.matrix, ep.shape.max_rows, expert_major)?;
+        handle.finish(&ep.shape);
+        Ok(())
+    }
+
+    fn send(self, payload: &Payload<'_>) -> Result<DispatchSend> {
+        match self.prepare() {
+            Ok(posted) => posted.write(payload),
+            Err(refused) => {
+                let Refused { error, lane, .. } = *refused;
+                if error.group_usable() {
+                    lane.close(OP, lane.ep.deadline())?;
+                }
+                Err(error)
+            }
+        }
+    }
+
+    /// Writes every row to its final place and tells the peers.
+    fn write(self, payload: &Payload<'_>) -> Result<DispatchSend> {
+        let ep = &self.lane.ep;
+        let format = record_format(ep, self.kind)?;
+        let mut state = self.lane.state();
+        let handle = self.routing.get();
+        self.aim(&mut state, &format);
+        let source = Source {
+            payload: payload.rows.as_ptr(),
+            payload_stride: payload.rows.stride(),
+            scales: payload.scales.map_or(std::ptr::null(), |s| s.as_ptr()),
+            scales_stride: payload.scales.map_or(0, |s| s.stride()),
+            weights: (!handle.weights.is_empty()).then_some(handle.weights.as_slice()),
+        };
+        // SAFETY: `payload` has as many rows of the format's size as the routing has tokens
+        // (checked on entry); the targets are blocks of slots their owners offered for this
+        // operation, disjoint between sources by the count matrix and within capacity by the
+        // verdict, or this lane's staging.
+        let scattered = unsafe {
+            let placement = &ep.shape.placement;
+            host::scatter(&format, &source, &handle.send, placement, ep.rank(), &state.targets)
+        };
+        ep.check_rows(OP, scattered)?;
+        for &peer in &ep.bulk {
+            let rows = handle.send.rank_counts[peer] as usize;
+            let from = self.staging_of(peer, format.stride);
+            let first = handle.matrix.row_base(ep.rank(), peer);
+            let slot = state.headers[peer].slot as usize;
+            let to = ep.window.rank_rows(slot) + first * format.stride;
+            if rows > 0 {
+                self.lane.write_block(peer, from, to, rows * format.stride)?;
+            }
+        }
+        drop(state);
+        self.lane.done(&ep.peers)?;
+        Ok(DispatchSend { parts: Some(self) })
+    }
+
+    /// Says for each rank where this rank's rows go: into the offered slot, or to staging.
+    fn aim(&self, state: &mut LaneState, format: &RecordFormat) {
+        let ep = &self.lane.ep;
+        let handle = self.routing.get();
+        state.targets.clear();
+        for rank in 0..ep.shape.world {
+            let rows = handle.send.rank_counts[rank] as usize;
+            let target = match ep.reach[rank] {
+                Some(window) => {
+                    let slot = state.headers[rank].slot as usize;
+                    let base = window.base.as_ptr().wrapping_add(ep.window.rank_rows(slot));
+                    let first_row = handle.matrix.row_base(ep.rank(), rank);
+                    Target { base, first_row, rows: first_row + rows }
+                }
+                None => {
+                    let base = ep.local(self.staging_of(rank, format.stride));
+                    Target { base, first_row: 0, rows }
+                }
+            };
+            state.targets.push(target);
+        }
+    }
+
+    /// Where the rows for a bulk peer are packed: behind those for the ranks before it.
+    fn staging_of(&self, rank: usize, stride: usize) -> usize {
+        let before = &self.routing.get().send.rank_counts[..rank];
+        let rows: usize = before.iter().map(|&n| n as usize).sum();
+        self.lane.ep.window.send_staging(self.lane.index) + rows * stride
+    }
+}
+
+fn record_format(ep: &Inner, kind: PayloadKind) -> Result<RecordFormat> {
+    let made = RecordFormat::new(kind, ep.shape.hidden, ep.shape.topk);
+    made.map_err(|e| EpError::argument(OP, e.to_string()))
+}
+
+fn set_status(header: &mut Header, error: &IdError) -> Result<()> {
+    let (status, token, id) = match *error {
+        IdError::OutOfRange { token, id, .. } => (notify::STATUS_RANGE, token, id),
+        IdError::Duplicate { token, id } => (notify::STATUS_DUPLICATE, token, id),
+        _ => return Err(EpError::argument(OP, error.to_string())),
+    };
+    header.status = status;
+    header.bad_token = token as u32;
+    header.bad_id = id;
+    Ok(())
+}
+
+impl DispatchSend {
+    /// Whether all peers' rows have arrived, so that [`DispatchSend::recv`] would not wait.
+    pub fn ready(&self) -> bool {
+        self.parts.as_ref().is_some_and(|p| p.lane.ready(Phase::Done))
+    }
+
+    /// The second half of a dispatch: waits, bounded, for the rows of every peer.
+    ///
+    /// # Errors
+    /// A time-out or loss names the absent peers; the group is then unusable.
+    pub fn recv(mut self, queue: &Queue) -> Result<Dispatched> {
+        let _ = queue;
+        let posted = self.parts.take().expect("taken once");
+        let Posted { lane, slot, mut routing, kind, capacity } = posted;
+        let ep = lane.ep.clone();
+        let deadline = ep.deadline();
+        lane.wait("dispatch recv", &ep.peers, Phase::Done, deadline)?;
+        lane.flush(deadline)?;
+        if let Layout::ExpertMajor { .. } = routing.get().layout {
+            expand(&ep, &lane, &slot, &mut routing, kind)?;
+        }
+        let handle = match routing {
+            Routing::New(routing) => {
+                ep.handles.keep(&routing);
+                Handle { routing }
+            }
+            Routing::Cached(handle) => handle,
+        };
+        let result = Dispatched::new(ep, slot, handle, Some(kind), capacity, lane.index);
+        result.mark_tail()?;
+        Ok(result)
+    }
+}
+
+impl Drop for DispatchSend {
+    fn drop(&mut self) {
+        if let Some(Posted { lane, slot, .. }) = self.parts.take() {
+            lane.abandon(false, slot.detach());
+        }
+    }
+}
+
+/// Copies received rank-major rows to the rows of their local experts.
+fn expand(
+    ep: &Inner,
+    lane: &LaneGuard,
+    slot: &Slot,
+    routing: &mut Routing,
+    kind: PayloadKind,
+) -> Result<()> {
+    let format = record_format(ep, kind)?;
+    let expert_format = ExpertFormat::new(kind, ep.shape.hidden)
+        .map_err(|e| EpError::argument(OP, e.to_string()))?;
+    let from = ep.local(ep.window.rank_rows(slot.index())).cast_const();
+    let base = ep.local(ep.window.expert_rows(slot.index()));
+    let rows = ep.shape.max_expert_rows;
+    fn room(handle: &HandleInner, base: *mut u8, rows: usize, fmt: ExpertFormat) -> ExpertRows<'_> {
+        ExpertRows { base, rows, fmt, offsets: &handle.offsets, counts: &handle.counts }
+    }
+    match routing {
+        Routing::New(handle) => {
+            let handle = Arc::get_mut(handle).expect("not shared before it is complete");
+            let mut received = std::mem::take(&mut handle.received);
+            // SAFETY: the slot is this rank's and all its rows have arrived; the regions do not
+            // overlap and hold the reserved rows, within which the verdict keeps these.
+            let expanded = unsafe {
+                received.keep_metadata(&format, from, handle.rows);
+                received.expander.expand(
+                    &format,
+                    from,
+                    handle.rows,
+                    &room(handle, base, rows, expert_format),
+                )
+            };
+            handle.received = received;
+            ep.check_rows(OP, expanded)
+        }
+        Routing::Cached(handle) => {
+            let handle = &handle.routing;
+            let mut state = lane.state();
+            // SAFETY: as above; a cached dispatch brings the same rows.
+            let expanded = unsafe {
+                state.expander.expand(
+                    &format,
+                    from,
+                    handle.rows,
+                    &room(handle, base, rows, expert_format),
+                )
+            };
+            ep.check_rows(OP, expanded)
+        }
+    }
+}

@@ -1,0 +1,303 @@
+//! Building a layer's communication, and what its operations share.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use ep_kernels::KernelError;
+use ep_transport::{
+    Deadline, Group, Link, Mapping, ProcessTransport, Queue, ThreadTransport, Transport,
+    TransportError, WindowSpec,
+};
+
+use crate::config::Config;
+use crate::handle::HandlePool;
+use crate::lane::{Lane, mapped};
+use crate::result::Dispatched;
+use crate::shape::{Plan, Resolved, Window};
+use crate::slots::{Slot, Slots};
+use crate::{EpError, Handle, MoeShape, Result};
+
+/// Where a rank's rows live.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Place {
+    /// In host memory.
+    #[default]
+    Host,
+}
+
+/// Says how the communication of an MoE layer is built.
+///
+/// ```
+/// use ep_runtime::{EpBuilder, Group, MoeShape};
+///
+/// let builder = EpBuilder::new(MoeShape::new(512, 2, 8).max_tokens(16)).slots(2);
+/// println!("{} bytes per rank", builder.plan(4)?.window_bytes);
+/// let eps = std::thread::scope(|ranks| {
+///     let start = |group: Group| { let b = &builder; ranks.spawn(move || b.build(&group)) };
+///     let ranks: Vec<_> = Group::local(4)?.into_iter().map(start).collect();
+///     ranks.into_iter().map(|r| r.join().expect("no panic")).collect::<Result<Vec<_>, _>>()
+/// })?;
+/// assert_eq!(eps[3].rank(), 3);
+/// # Ok::<(), ep_runtime::EpError>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct EpBuilder {
+    shape: MoeShape,
+    place: Place,
+    transport: Option<Arc<dyn Transport>>,
+    slots: usize,
+    lanes: usize,
+    timeout: Duration,
+    connect_timeout: Duration,
+}
+
+impl EpBuilder {
+    /// Three slots, two lanes, 30 s for an operation and 120 s to connect, on the host, by the
+    /// transport that fits the group.
+    pub fn new(shape: MoeShape) -> Self {
+        Self {
+            shape,
+            place: Place::Host,
+            transport: None,
+            slots: 3,
+            lanes: 2,
+            timeout: Duration::from_secs(30),
+            connect_timeout: Duration::from_secs(120),
+        }
+    }
+
+    /// Where the rows live.
+    pub fn place(mut self, place: Place) -> Self {
+        self.place = place;
+        self
+    }
+
+    /// How bytes reach the peers. By default threads of one process share memory, and processes of
+    /// one host share memory files.
+    pub fn transport(mut self, transport: impl Transport + 'static) -> Self {
+        self.transport = Some(Arc::new(transport));
+        self
+    }
+
+    /// Result slots, 1 to 64: how many results of this rank can be alive.
+    pub fn slots(mut self, slots: usize) -> Self {
+        self.slots = slots;
+        self
+    }
+
+    /// Lanes, 1 to 64: how many operations can be in flight.
+    pub fn lanes(mut self, lanes: usize) -> Self {
+        self.lanes = lanes;
+        self
+    }
+
+    /// The longest any wait of an operation takes.
+    pub fn timeout(mut self, timeout: Duration) -> Self {
+        self.timeout = timeout;
+        self
+    }
+
+    /// The longest [`EpBuilder::build`] waits for the peers.
+    pub fn connect_timeout(mut self, timeout: Duration) -> Self {
+        self.connect_timeout = timeout;
+        self
+    }
+
+    /// What this takes on each of `world` ranks, to the byte. Allocates nothing.
+    ///
+    /// # Errors
+    /// When the layer cannot be built for so many ranks.
+    pub fn plan(&self, world: usize) -> Result<Plan> {
+        Plan::new(&self.shape.resolve(world, self.slots, self.lanes)?, self.needs_staging())
+    }
+
+    fn needs_staging(&self) -> bool {
+        self.transport.as_ref().is_some_and(|t| !t.maps_all_peers())
+    }
+
+    /// Connects this rank to the others. All ranks of the group call it with the same
+    /// configuration.
+    ///
+    /// # Errors
+    /// Bad arguments at once; [`EpError::Disagreement`] on every rank when the ranks were
+    /// configured differently; what the transport says otherwise.
+    pub fn build(&self, group: &Group) -> Result<Ep> {
+        let Place::Host = self.place;
+        let shape = self.shape.resolve(group.world(), self.slots, self.lanes)?;
+        let window = shape.window(self.needs_staging())?;
+        let deadline = Deadline::after(self.connect_timeout);
+        Config::new(&shape, self.transport.as_deref()).compare(group, deadline)?;
+        let spec = WindowSpec { bytes: window.bytes, flags: crate::notify::flags(shape.lanes) };
+        let link = match &self.transport {
+            Some(transport) => transport.open(group, spec, deadline)?,
+            None => open_host(group, spec, deadline)?,
+        };
+        tracing::debug!(
+            rank = group.rank(),
+            world = group.world(),
+            window_bytes = window.bytes,
+            "expert-parallel group is ready"
+        );
+        Ok(Ep { inner: Arc::new(Inner::new(group.clone(), link, shape, window, self.timeout)) })
+    }
+}
+
+/// Shares memory between threads where all ranks are threads of one process, else between
+/// processes.
+fn open_host(group: &Group, spec: WindowSpec, deadline: Deadline) -> Result<Arc<dyn Link>> {
+    match ThreadTransport::new().open(group, spec, deadline) {
+        Err(TransportError::Unsupported { .. }) => {
+            Ok(ProcessTransport::new().open(group, spec, deadline)?)
+        }
+        opened => Ok(opened?),
+    }
+}
+
+/// The communication of one MoE layer on one rank. Cheap to clone; may be shared by threads.
+#[derive(Clone, Debug)]
+pub struct Ep {
+    pub(crate) inner: Arc<Inner>,
+}
+
+#[derive(Debug)]
+pub(crate) struct Inner {
+    pub group: Group,
+    pub link: Arc<dyn Link>,
+    pub shape: Resolved,
+    pub window: Window,
+    pub slots: Slots,
+    pub lanes: Vec<Lane>,
+    pub handles: HandlePool,
+    pub id: u64,
+    /// All ranks but this one; then those that are mapped and those that are not.
+    pub peers: Vec<usize>,
+    pub direct: Vec<usize>,
+    pub bulk: Vec<usize>,
+    /// Every rank's window where it is mapped, this rank's own included.
+    pub reach: Vec<Option<Mapping>>,
+    own: Mapping,
+    timeout: Duration,
+}
+
+static NEXT_ID: AtomicU64 = AtomicU64::new(1);
+
+impl Inner {
+    fn new(
+        group: Group,
+        link: Arc<dyn Link>,
+        shape: Resolved,
+        window: Window,
+        timeout: Duration,
+    ) -> Self {
+        let rank = group.rank();
+        let peers: Vec<usize> = (0..shape.world).filter(|&r| r != rank).collect();
+        let own = link.window();
+        let mut reach: Vec<_> = (0..shape.world).map(|r| mapped(link.reach(r))).collect();
+        reach[rank] = Some(own);
+        let (direct, bulk) = peers.iter().partition(|&&p| reach[p].is_some());
+        let id = NEXT_ID.fetch_add(1, Ordering::Relaxed);
+        Self {
+            slots: Slots::new(shape.slots),
+            lanes: (0..shape.lanes).map(|_| Lane::new()).collect(),
+            handles: HandlePool::new(id, rank),
+            id,
+            peers,
+            direct,
+            bulk,
+            reach,
+            own,
+            timeout,
+            group,
+            link,
+            shape,
+            window,
+        }
+    }
+
+    pub fn rank(&self) -> usize {
+        self.group.rank()
+    }
+
+    pub fn deadline(&self) -> Deadline {
+        Deadline::after(self.timeout)
+    }
+
+    /// The address of an offset in this rank's window.
+    pub fn local(&self, offset: usize) -> *mut u8 {
+        debug_assert!(offset <= self.own.bytes);
+        self.own.base.as_ptr().wrapping_add(offset)
+    }
+
+    /// Passes a transport's verdict on, telling the peers of a failure.
+    pub fn check<T>(&self, result: Result<T, TransportError>) -> Result<T> {
+        result.map_err(|e| {
+            self.group.report(&e);
+            EpError::Transport(e)
+        })
+    }
+
+    /// Passes a kernel's verdict on rows on; rows that are not what was announced end the group.
+    pub fn check_rows<T>(&self, op: &'static str, result: Result<T, KernelError>) -> Result<T> {
+        result.map_err(|e| {
+            let detail = e.to_string();
+            self.group.abort(&format!("{op}: {detail}"));
+            EpError::Corrupt { op, detail }
+        })
+    }
+
+    /// Fails if the group has failed.
+    pub fn usable(&self, op: &'static str) -> Result<()> {
+        Ok(self.group.health().check(op)?)
+    }
+}
+
+impl Ep {
+    /// This rank's number.
+    pub fn rank(&self) -> usize {
+        self.inner.rank()
+    }
+
+    /// The number of ranks.
+    pub fn world(&self) -> usize {
+        self.inner.shape.world
+    }
+
+    /// The group it was built over.
+    pub fn group(&self) -> &Group {
+        &self.inner.group
+    }
+
+    /// The experts of `rank`, in the order of its local numbering.
+    pub fn local_experts(&self, rank: usize) -> usize {
+        self.inner.shape.placement.local_experts(rank)
+    }
+
+    /// Result slots nobody owns at the moment.
+    pub fn free_slots(&self) -> usize {
+        self.inner.slots.free()
+    }
+
+    /// A free slot shaped by an earlier dispatch, with nothing dispatched into it: for rows that
+    /// are to be combined but did not come by a dispatch, such as the gradients of a dispatch's
+    /// rows. Write them with [`Dispatched::rows_mut`].
+    ///
+    /// # Errors
+    /// [`EpError::NoFreeSlot`], or a handle of another [`Ep`].
+    pub fn combine_slot(&self, handle: &Handle, queue: &Queue) -> Result<Dispatched> {
+        const OP: &str = "combine_slot";
+        let _ = queue;
+        self.inner.usable(OP)?;
+        self.own(OP, handle)?;
+        let slot = Slot::take(&self.inner, OP)?;
+        Ok(Dispatched::new(self.inner.clone(), slot, handle.clone(), None, false, 0))
+    }
+
+    pub(crate) fn own(&self, op: &'static str, handle: &Handle) -> Result<()> {
+        if handle.routing.ep == self.inner.id {
+            return Ok(());
+        }
+        Err(EpError::argument(op, "the handle belongs to another group, shape or rank"))
+    }
+}

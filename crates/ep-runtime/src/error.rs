@@ -1,0 +1,151 @@
+//! What can go wrong in a call.
+
+use ep_transport::{ErrorKind, TransportError};
+
+/// An error of this crate.
+///
+/// Ranks are numbers within the group. [`EpError::group_usable`] tells whether the next operation
+/// may be submitted, or whether the group has to be rebuilt.
+#[derive(Clone, Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum EpError {
+    /// An argument of this rank is wrong. Nothing was launched and no peer was told; the call can
+    /// be repeated with right arguments.
+    #[error("{op}: {detail}")]
+    Argument {
+        /// The operation.
+        op: &'static str,
+        /// Which argument, what it was and what it may be.
+        detail: String,
+    },
+    /// The expert ids of a rank cannot be routed. Every rank gets this verdict; no payload moved.
+    #[error("{op}: rank {rank}, token {token}: {detail}")]
+    Ids {
+        /// The operation.
+        op: &'static str,
+        /// The rank whose ids are wrong.
+        rank: usize,
+        /// The token's index on that rank.
+        token: usize,
+        /// The offending id.
+        id: i64,
+        /// What is wrong with it.
+        detail: String,
+    },
+    /// A rank would receive more rows than its window holds. Every rank gets this verdict; no
+    /// payload moved.
+    #[error(
+        "{op}: rank {rank} would receive {needed} {what}, but {reserved} are reserved; raise {setting}"
+    )]
+    Capacity {
+        /// The operation.
+        op: &'static str,
+        /// The first rank that overflows.
+        rank: usize,
+        /// Which kind of row.
+        what: &'static str,
+        /// The largest number of rows any rank needs.
+        needed: usize,
+        /// The rows reserved on every rank.
+        reserved: usize,
+        /// The setting that reserves them.
+        setting: &'static str,
+    },
+    /// The ranks did not ask for the same operation, or were built differently. Every rank gets
+    /// this verdict; no payload moved.
+    #[error("{op}: ranks disagree on `{field}`: {detail}")]
+    Disagreement {
+        /// The operation.
+        op: &'static str,
+        /// What differs.
+        field: String,
+        /// The ranks that differ from rank 0.
+        ranks: Vec<usize>,
+        /// Who has which value.
+        detail: String,
+    },
+    /// All result slots of this rank are owned by results. Nothing was launched.
+    #[error(
+        "{op}: all {slots} result slots are in use; combine, release or drop a result, or build with more slots"
+    )]
+    NoFreeSlot {
+        /// The operation.
+        op: &'static str,
+        /// The number of slots.
+        slots: usize,
+    },
+    /// The lane has an operation in flight. Nothing was launched.
+    #[error(
+        "{op}: lane {lane} has an operation in flight; finish it or use another of the {lanes} lanes"
+    )]
+    LaneBusy {
+        /// The operation.
+        op: &'static str,
+        /// The lane.
+        lane: usize,
+        /// The number of lanes.
+        lanes: usize,
+    },
+    /// Rows did not arrive as they were announced, so the transport or a peer is broken. The group
+    /// was told.
+    #[error("{op}: {detail}")]
+    Corrupt {
+        /// The operation.
+        op: &'static str,
+        /// What does not fit.
+        detail: String,
+    },
+    /// The group or transport failed.
+    #[error(transparent)]
+    Transport(#[from] TransportError),
+}
+
+impl EpError {
+    /// What kind of error this is.
+    pub fn kind(&self) -> ErrorKind {
+        match self {
+            Self::Argument { .. } => ErrorKind::Argument,
+            Self::Ids { .. } | Self::Capacity { .. } | Self::Disagreement { .. } => {
+                ErrorKind::Mismatch
+            }
+            Self::NoFreeSlot { .. } | Self::LaneBusy { .. } => ErrorKind::Busy,
+            Self::Corrupt { .. } => ErrorKind::Aborted,
+            Self::Transport(e) => e.kind(),
+        }
+    }
+
+    /// The rank to blame, if one is known.
+    pub fn peer(&self) -> Option<usize> {
+        match self {
+            Self::Ids { rank, .. } | Self::Capacity { rank, .. } => Some(*rank),
+            Self::Disagreement { ranks, .. } => ranks.first().copied(),
+            Self::Transport(e) => e.peer(),
+            Self::Argument { .. }
+            | Self::NoFreeSlot { .. }
+            | Self::LaneBusy { .. }
+            | Self::Corrupt { .. } => None,
+        }
+    }
+
+    /// The code of the operating system, if there is one.
+    pub fn code(&self) -> Option<i32> {
+        match self {
+            Self::Transport(e) => e.code(),
+            _ => None,
+        }
+    }
+
+    /// Whether the group can still be used. After a time-out, a lost peer or an abort it cannot:
+    /// drop it and build another.
+    pub fn group_usable(&self) -> bool {
+        match self {
+            Self::Transport(e) => e.group_usable(),
+            Self::Corrupt { .. } => false,
+            _ => true,
+        }
+    }
+
+    pub(crate) fn argument(op: &'static str, detail: impl Into<String>) -> Self {
+        Self::Argument { op, detail: detail.into() }
+    }
+}
