@@ -36,7 +36,7 @@ pub enum Verdict {
 pub fn run(options: &Options) -> Result<()> {
     let workspace = Workspace::load(false)?;
     if options.bless {
-        for (name, api) in read(&workspace, true)?.map_err(|why| why)? {
+        for (name, api) in read(&workspace, true)?? {
             let path = Path::new("docs/api").join(format!("{name}.txt"));
             let full = workspace.root.join(&path);
             let failed = |e: std::io::Error| format!("{}: {e}", path.display());
