@@ -1,1 +1,33 @@
 //! Workloads, verification, measurement and reports for ep-runtime.
+//!
+//! The program `ep-bench` measures dispatch and combine between ranks. Everything it does is a
+//! module here: which experts tokens go to ([`routing`]), what is sent ([`data`]), the naive
+//! oracle every result is compared with, timing ([`stats`], [`copy`]), and how results are
+//! written down ([`report`], [`html`], [`trace`]).
+
+pub mod case;
+pub mod cli;
+pub mod copy;
+pub mod data;
+pub mod engine;
+mod error;
+pub mod format;
+pub mod host;
+pub mod html;
+pub mod layout_cost;
+pub mod machine;
+pub mod measure;
+pub mod oracle;
+pub mod plan;
+pub mod processes;
+pub mod report;
+mod rng;
+pub mod routing;
+pub mod run;
+pub mod stats;
+pub mod threads;
+pub mod trace;
+pub mod verify;
+pub mod workload;
+
+pub use error::{BenchError, Result};

@@ -1,0 +1,20 @@
+//! The program `ep-bench`; see the library for what it does.
+
+use std::process::ExitCode;
+
+use clap::Parser as _;
+use ep_bench::cli::Args;
+
+fn main() -> ExitCode {
+    let args = Args::parse();
+    if args.rank_process {
+        return ExitCode::from(ep_bench::processes::rank_main());
+    }
+    match ep_bench::run::run(&args) {
+        Ok(_) => ExitCode::SUCCESS,
+        Err(e) => {
+            eprintln!("error: {e}");
+            ExitCode::from(e.exit_code())
+        }
+    }
+}
