@@ -22,8 +22,14 @@ mod health;
 mod host_link;
 mod link;
 mod local;
+#[cfg(not(loom))]
+mod process;
 mod queue;
+#[cfg(not(loom))]
+mod rendezvous;
 mod sync;
+#[cfg(not(loom))]
+mod tcp;
 #[cfg(not(loom))]
 mod thread;
 
@@ -34,7 +40,11 @@ pub use health::{Fault, Health};
 #[cfg(not(loom))]
 pub use host_link::{HostLink, Region};
 pub use link::{Link, Mapping, Put, Reach, Transport, WindowSpec};
+#[cfg(not(loom))]
+pub use process::ProcessTransport;
 pub use queue::Queue;
+#[cfg(not(loom))]
+pub use rendezvous::{AllGather, Rendezvous};
 #[cfg(not(loom))]
 pub use thread::ThreadTransport;
 

@@ -1,0 +1,171 @@
+//! Windows shared by the processes of one host.
+
+mod exchange;
+mod memfd;
+mod socket;
+
+use std::sync::Arc;
+
+use serde::{Deserialize, Serialize};
+
+use crate::host_link::HostLink;
+use crate::rendezvous::host::{HostId, random};
+use crate::tcp::ranks_text;
+use crate::{Deadline, Group, Link, Result, Transport, TransportError, WindowSpec};
+use exchange::Exchange;
+use memfd::Memfd;
+use socket::{Listener, Name};
+
+const OP: &str = "open";
+
+/// The transport for ranks that are processes of one host (or threads of several groups).
+///
+/// Each rank's window is a memfd, sealed against shrinking, whose descriptor its peers get over
+/// Unix sockets; once mapped, no descriptor is kept. It needs no ptrace rights and no space in
+/// `/dev/shm`. Ranks must share the user, the kernel and the network namespace.
+#[derive(Clone, Debug, Default)]
+pub struct ProcessTransport {
+    bulk: bool,
+}
+
+impl ProcessTransport {
+    /// Every rank can load from and store to every window.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Whether to show peers as reachable only by [`Link::put`], to exercise that path.
+    #[must_use]
+    pub fn bulk(mut self, bulk: bool) -> Self {
+        self.bulk = bulk;
+        self
+    }
+}
+
+/// What each rank tells the others before descriptors change hands.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+struct Card {
+    host: HostId,
+    user: u32,
+    name: Name,
+    /// Shows that whoever calls belongs to the group.
+    token: [u8; 16],
+    /// Why this rank has no window, and the `errno`.
+    problem: Option<(i32, String)>,
+}
+
+impl Transport for ProcessTransport {
+    fn name(&self) -> &'static str {
+        "process"
+    }
+
+    fn maps_all_peers(&self) -> bool {
+        !self.bulk
+    }
+
+    fn open(&self, group: &Group, spec: WindowSpec, deadline: Deadline) -> Result<Arc<dyn Link>> {
+        spec.agree(group, self.name(), deadline)?;
+        let bytes = HostLink::region_bytes(spec, group.world())?;
+        let prepared = Memfd::create(bytes).and_then(|own| Ok((own, Listener::bind()?)));
+        let problem = prepared.as_ref().err().map(|error| {
+            (error.code().unwrap_or(libc::EIO), error.to_string())
+        });
+        let name = prepared.as_ref().map_or(Name::None, |(_, listener)| listener.name().clone());
+        let user = rustix::process::geteuid().as_raw();
+        let card = Card { host: HostId::here(), user, name, token: random(), problem };
+        let bytes_of_card = postcard::to_stdvec(&card).map_err(|_| unreadable(group.rank()))?;
+        let all = group.all_gather_within(OP, &bytes_of_card, deadline)?;
+        // From here on every rank reaches the same verdict about the cards.
+        let cards = read(&all)?;
+        let (own, listener) = prepared?;
+        let mut exchange = Exchange::new(group, &cards, own, listener, deadline);
+        let regions = exchange.run().inspect_err(|error| group.report(error))?;
+        drop(exchange);
+        // Nobody uses a window before all are mapped everywhere.
+        group.all_gather_within(OP, &[], deadline)?;
+        Ok(Arc::new(HostLink::new(group, spec, regions)?.bulk(self.bulk)))
+    }
+}
+
+fn unreadable(rank: usize) -> TransportError {
+    let detail = format!("rank {rank} sent no card of this library");
+    TransportError::Unsupported { op: OP, detail }
+}
+
+/// Reads everyone's cards; fails, the same on every rank, where one cannot take part.
+fn read(all: &[Vec<u8>]) -> Result<Vec<Card>> {
+    let mut cards: Vec<Card> = Vec::with_capacity(all.len());
+    for (rank, bytes) in all.iter().enumerate() {
+        cards.push(postcard::from_bytes(bytes).map_err(|_| unreadable(rank))?);
+    }
+    let differing = |same: &dyn Fn(&Card) -> bool| -> Vec<usize> {
+        (0..cards.len()).filter(|&rank| !same(&cards[rank])).collect()
+    };
+    let unsupported = |ranks: Vec<usize>, what: &str| {
+        let detail = format!("{} {what}", ranks_text(&ranks));
+        Err(TransportError::Unsupported { op: OP, detail })
+    };
+    let first = &cards[0];
+    let elsewhere =
+        differing(&|c| c.host.boot == first.host.boot && c.host.network == first.host.network);
+    if !elsewhere.is_empty() {
+        return unsupported(
+            elsewhere,
+            "not on rank 0's host (or in another network namespace), where memory cannot be \
+             shared: split the group by host, or use a transport that crosses hosts, such as rdma",
+        );
+    }
+    let others = differing(&|c| c.user == first.user);
+    if !others.is_empty() {
+        return unsupported(others, "run as another user than rank 0: start all ranks as one user");
+    }
+    for (rank, card) in cards.iter().enumerate() {
+        if let Some((code, detail)) = card.problem.clone() {
+            return Err(TransportError::Os { op: OP, peer: Some(rank), code, detail });
+        }
+    }
+    Ok(cards)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn card() -> Card {
+        let host = HostId { boot: "b".into(), name: "n".into(), network: "net:[1]".into() };
+        Card { host, user: 7, name: Name::None, token: [0; 16], problem: None }
+    }
+
+    fn verdict(cards: &[Card]) -> Result<Vec<Card>> {
+        let all: Vec<_> = cards.iter().map(|card| postcard::to_stdvec(card).unwrap()).collect();
+        read(&all)
+    }
+
+    #[test]
+    fn ranks_that_cannot_share_memory_are_named() {
+        assert_eq!(verdict(&[card(), card()]).unwrap().len(), 2);
+        let mut away = card();
+        away.host.boot = "other".into();
+        let e = verdict(&[card(), away.clone(), card(), away]).unwrap_err();
+        assert_eq!(e.kind(), crate::ErrorKind::Unsupported);
+        assert!(e.to_string().contains("ranks 1, 3") && e.to_string().contains("rdma"), "{e}");
+        let mut user = card();
+        user.user = 8;
+        let e = verdict(&[card(), card(), user]).unwrap_err().to_string();
+        assert!(e.contains("rank 2") && e.contains("user"), "{e}");
+    }
+
+    #[test]
+    fn a_rank_without_window_is_everyones_error() {
+        let mut poor = card();
+        poor.problem = Some((libc::EMFILE, "out of descriptors".into()));
+        let e = verdict(&[card(), poor]).unwrap_err();
+        assert_eq!((e.peer(), e.code()), (Some(1), Some(libc::EMFILE)));
+    }
+
+    #[test]
+    fn garbage_is_no_card() {
+        let good = postcard::to_stdvec(&card()).unwrap();
+        assert!(read(&[good, vec![1, 2, 3]]).is_err());
+    }
+}
