@@ -29,6 +29,9 @@ pub(crate) struct LaneState {
     pub scratch: Scratch,
 }
 
+// SAFETY: the pointers in it are scratch of one call; they are written before they are read in it.
+unsafe impl Send for LaneState {}
+
 /// An operation whose second half was dropped: flags that peers have raised or will raise, which
 /// the lane's next operation consumes first.
 #[derive(Debug)]
@@ -46,9 +49,6 @@ pub(crate) struct Scratch {
     pub order: Vec<(i32, u32)>,
     pub sources: Vec<RowSource>,
 }
-
-// SAFETY: the pointers are scratch of one call; they are written before they are read in it.
-unsafe impl Send for Scratch {}
 
 /// Where a home rank finds the rows of one owner.
 #[derive(Clone, Copy, Debug)]

@@ -84,3 +84,18 @@ pub use views::{Rows, RowsMut};
 
 /// The result of this crate's operations.
 pub type Result<T, E = EpError> = std::result::Result<T, E>;
+
+/// Everything an engine keeps may move between threads and be shared by them.
+const _: () = {
+    const fn shared<T: Send + Sync>() {}
+    shared::<Ep>();
+    shared::<EpBuilder>();
+    shared::<Group>();
+    shared::<Dispatched>();
+    shared::<DispatchSend>();
+    shared::<CombineSend>();
+    shared::<Handle>();
+    shared::<Owned>();
+    shared::<Event>();
+    shared::<EpError>();
+};
