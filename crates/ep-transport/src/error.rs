@@ -165,6 +165,7 @@ impl TransportError {
     }
 
     /// An [`TransportError::Os`] from an errno of `rustix`.
+    #[cfg(not(loom))]
     pub(crate) fn os(op: &'static str, detail: impl Into<String>, e: rustix::io::Errno) -> Self {
         Self::Os { op, peer: None, code: e.raw_os_error(), detail: detail.into() }
     }

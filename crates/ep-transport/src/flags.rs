@@ -122,16 +122,16 @@ impl FlagBoard {
 
     /// Resets the flag; whether it was set. For the owner only.
     pub fn take(&self, flag: u32, source: usize) -> bool {
-        self.take_with(flag, source, Ordering::Acquire)
+        self.consume(flag, source, Ordering::Acquire)
     }
 
     /// [`FlagBoard::take`] with another order, for models that must fail.
     #[cfg(loom)]
-    pub fn take_ordered(&self, flag: u32, source: usize, order: Ordering) -> bool {
-        self.take_with(flag, source, order)
+    pub fn take_with(&self, flag: u32, source: usize, order: Ordering) -> bool {
+        self.consume(flag, source, order)
     }
 
-    fn take_with(&self, flag: u32, source: usize, order: Ordering) -> bool {
+    fn consume(&self, flag: u32, source: usize, order: Ordering) -> bool {
         let word = self.words.get(self.index(flag, source));
         let set = word.load(order) == 1;
         if set {

@@ -80,7 +80,7 @@ mod imp {
     use std::sync::Arc;
     use std::time::Duration;
 
-    use loom::sync::atomic::Ordering;
+    use loom::sync::atomic::{AtomicU32, Ordering};
     use loom::sync::{Condvar, Mutex};
 
     #[derive(Clone, Debug)]

@@ -1,4 +1,5 @@
 //! The thread transport against the conformance suite, with direct and with bulk peers.
+#![cfg(not(loom))]
 
 use ep_transport::conformance::Member;
 use ep_transport::{Group, ThreadTransport, Transport};
