@@ -85,7 +85,7 @@ impl<'a> From<RowsMut<'a>> for Combined<'a> {
 
 /// A combine whose rows are ready on this rank; those of the peers may not be.
 ///
-/// Dropping it gives this rank's sums up; the peers still get theirs.
+/// Dropping it gives this rank's sums up, but waits, bounded, until the peers have got theirs.
 #[derive(Debug)]
 pub struct CombineSend {
     parts: Option<Parts>,
@@ -123,6 +123,7 @@ impl Dispatched {
     ) -> Result<Event> {
         let out = out.into();
         let kind = self.outgoing()?;
+        self.output_format(OP, kind)?;
         check_out(&self.ep, &self.handle.routing, kind, &out)?;
         self.combine_send(queue, opts)?.recv(queue, out)
     }
@@ -205,6 +206,7 @@ impl CombineSend {
         let parts = self.parts.take().expect("just seen");
         parts.collect()?;
         parts.push()?;
+        parts.pull()?;
         parts.sum(&mut out)?;
         parts.finish()?;
         Ok(Event::done())
@@ -214,19 +216,13 @@ impl CombineSend {
 impl Drop for CombineSend {
     fn drop(&mut self) {
         let Some(parts) = self.parts.take() else { return };
-        // Mapped peers read the rows by themselves; the lane's next operation consumes their flags.
-        // Others have to be sent their block, which takes a wait.
-        if parts.lane.ep.bulk.is_empty() {
-            if parts.lane.done(&parts.lane.ep.direct).is_ok() {
-                parts.lane.abandon(true, parts.slot.detach());
-            }
-        } else if !std::thread::panicking() {
-            let done = parts.collect().and_then(|()| parts.push()).and_then(|()| parts.finish());
-            if let Err(e) = done {
-                tracing::warn!("a dropped combine could not be brought to its end: {e}");
-            }
-        } else {
-            parts.lane.ep.group.abort("a combine was dropped in a panic");
+        if std::thread::panicking() {
+            return parts.lane.ep.group.abort("a combine was dropped in a panic");
+        }
+        // `Done` may be raised only once a peer has announced this operation: before that its flag
+        // may still be up from the last one. So this waits, as `recv` does.
+        if let Err(e) = parts.give_up() {
+            tracing::warn!("a dropped combine could not be brought to its end: {e}");
         }
     }
 }
@@ -269,13 +265,15 @@ pub fn combine_all(
     }
     if let Some(error) = refused {
         for (parts, _) in started {
-            parts.lane.abandon(false, parts.slot.detach());
+            parts.lane.abandon(parts.slot.detach());
         }
         return Err(error);
     }
     started.iter().try_for_each(|(parts, _)| parts.push())?;
+    started.iter().try_for_each(|(parts, _)| parts.pull())?;
     started.iter_mut().try_for_each(|(parts, out)| parts.sum(out))?;
-    started.into_iter().map(|(parts, _)| parts.finish().map(|()| Event::done())).collect()
+    started.iter().try_for_each(|(parts, _)| parts.release())?;
+    started.into_iter().map(|(parts, _)| parts.settle().map(|()| Event::done())).collect()
 }
 
 impl Parts {
@@ -328,10 +326,15 @@ impl Parts {
         self.lane.done(&ep.bulk)
     }
 
+    /// Waits for the blocks that were sent here.
+    fn pull(&self) -> Result<()> {
+        let ep = &*self.lane.ep;
+        self.lane.wait(OP, &ep.bulk, Phase::Done, ep.deadline())
+    }
+
     /// Sums the rows of every token of this rank.
     fn sum(&self, out: &mut Combined<'_>) -> Result<()> {
         let ep = &*self.lane.ep;
-        self.lane.wait(OP, &ep.bulk, Phase::Done, ep.deadline())?;
         let mut state = self.lane.state();
         let state = &mut *state;
         self.find_sources(&state.headers, &mut state.scratch.sources);
@@ -364,9 +367,27 @@ impl Parts {
 
     /// Tells the owners that their rows were read, and waits for all who read this rank's.
     fn finish(&self) -> Result<()> {
+        self.release()?;
+        self.settle()
+    }
+
+    /// Everything peers wait for, without sums.
+    fn give_up(&self) -> Result<()> {
+        self.collect()?;
+        self.push()?;
+        self.pull()?;
+        self.finish()
+    }
+
+    /// Tells the owners that their rows were read.
+    fn release(&self) -> Result<()> {
+        self.lane.done(&self.lane.ep.direct)
+    }
+
+    /// Waits for all who read this rank's rows.
+    fn settle(&self) -> Result<()> {
         let ep = &*self.lane.ep;
         let deadline = ep.deadline();
-        self.lane.done(&ep.direct)?;
         self.lane.wait(OP, &ep.direct, Phase::Done, deadline)?;
         self.lane.flush(deadline)
     }

@@ -130,7 +130,7 @@ pub fn dispatch_all(
                 let Refused { error, lane, slot } = *refused;
                 if error.group_usable() {
                     lane.done(&lane.ep.peers)?;
-                    lane.abandon(false, slot.detach());
+                    lane.abandon(slot.detach());
                 }
                 failed = failed.or(Some(error));
             }
@@ -376,7 +376,7 @@ impl DispatchSend {
 impl Drop for DispatchSend {
     fn drop(&mut self) {
         if let Some(Posted { lane, slot, .. }) = self.parts.take() {
-            lane.abandon(false, slot.detach());
+            lane.abandon(slot.detach());
         }
     }
 }

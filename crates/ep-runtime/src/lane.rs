@@ -22,7 +22,9 @@ pub(crate) struct Lane {
 #[derive(Debug, Default)]
 pub(crate) struct LaneState {
     sequence: u64,
-    abandoned: Option<Abandoned>,
+    /// The slot of an operation whose second half was dropped. Peers raise its `Done` yet, which
+    /// the lane's next operation consumes first.
+    abandoned: Option<usize>,
     pub headers: Vec<Header>,
     pub targets: Vec<Target>,
     pub expander: Expander,
@@ -31,14 +33,6 @@ pub(crate) struct LaneState {
 
 // SAFETY: the pointers in it are scratch of one call; they are written before they are read in it.
 unsafe impl Send for LaneState {}
-
-/// An operation whose second half was dropped: flags that peers have raised or will raise, which
-/// the lane's next operation consumes first.
-#[derive(Debug)]
-struct Abandoned {
-    posted: bool,
-    slot: usize,
-}
 
 /// Buffers of a combine.
 #[derive(Debug, Default)]
@@ -96,10 +90,7 @@ impl LaneGuard {
         }
         let guard = Self { ep: ep.clone(), index };
         let abandoned = guard.state().abandoned.take();
-        if let Some(Abandoned { posted, slot }) = abandoned {
-            if posted {
-                guard.wait(op, &ep.peers, Phase::Posted, deadline)?;
-            }
+        if let Some(slot) = abandoned {
             guard.wait(op, &ep.peers, Phase::Done, deadline)?;
             guard.flush(deadline)?;
             ep.slots.give_back(slot);
@@ -112,9 +103,9 @@ impl LaneGuard {
         self.ep.lanes[self.index].state.lock()
     }
 
-    /// Leaves flags that peers still raise to the lane's next operation, with the slot they guard.
-    pub fn abandon(&self, posted: bool, slot: usize) {
-        self.state().abandoned = Some(Abandoned { posted, slot });
+    /// Leaves the peers' `Done` to the lane's next operation, with the slot it guards.
+    pub fn abandon(&self, slot: usize) {
+        self.state().abandoned = Some(slot);
     }
 
     /// Sends this rank's announcement to every rank, itself included. Returns the operation's
