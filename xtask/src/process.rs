@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::style::strip_ansi;
+use crate::style::{colours, strip_ansi};
 
 /// How long output is still read once the program has ended (a process it left behind may hold
 /// the pipe open).
@@ -74,12 +74,16 @@ pub fn run(mut command: Command, limit: Duration, echo: bool) -> Result<Finished
     });
 
     let mut output = String::new();
+    let coloured = colours();
     let status = follow(&mut child, &received, limit, |line| {
+        let plain = strip_ansi(line);
         if echo {
-            // A closed standard output must not end the run that reports through its exit code.
-            let _ = stdout().write_all(line.as_bytes()).and_then(|()| stdout().flush());
+            // Some programs colour whatever they write to. A closed standard output must not end
+            // the run, which reports through its exit code.
+            let shown = if coloured { line } else { &plain };
+            let _ = stdout().write_all(shown.as_bytes()).and_then(|()| stdout().flush());
         }
-        output.push_str(&strip_ansi(line));
+        output.push_str(&plain);
     })
     .map_err(failed)?;
     Ok(Finished { status, output })

@@ -33,13 +33,16 @@ pub fn seconds(time: Duration) -> String {
     }
 }
 
-/// `text` without ANSI escape sequences (`ESC [ … letter`).
+/// `text` without ANSI escape sequences: `ESC [ … letter`, and `ESC ( letter` of some terminals'
+/// resets.
 pub fn strip_ansi(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     let mut chars = text.chars().peekable();
     while let Some(c) = chars.next() {
         if c != '\x1b' {
             out.push(c);
+        } else if chars.next_if_eq(&'(').is_some() {
+            chars.next();
         } else if chars.next_if_eq(&'[').is_some() {
             for c in chars.by_ref() {
                 if c.is_ascii_alphabetic() {
@@ -86,6 +89,7 @@ mod tests {
     #[test]
     fn escapes_are_stripped() {
         assert_eq!(strip_ansi("\x1b[1;32mok\x1b[0m. 3"), "ok. 3");
+        assert_eq!(strip_ansi("\x1b[31m-a\x1b(B\x1b[m"), "-a");
         assert_eq!(strip_ansi("plain"), "plain");
     }
 
