@@ -4,8 +4,8 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, fcntl_get_seals, fstat, ftruncate};
 use rustix::fs::memfd_create;
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, fcntl_get_seals, fstat, ftruncate};
 use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, munmap};
 
@@ -90,7 +90,8 @@ fn map(fd: BorrowedFd<'_>, bytes: usize) -> Result<Arc<dyn Region>> {
             0,
         )
     };
-    let base = NonNull::new(base.map_err(failed)?.cast::<u8>()).ok_or_else(|| failed(Errno::NOMEM))?;
+    let base =
+        NonNull::new(base.map_err(failed)?.cast::<u8>()).ok_or_else(|| failed(Errno::NOMEM))?;
     let mapped = Mapped { base, bytes };
     if bytes >= HUGE_PAGE {
         // Fewer TLB misses; where shared memory has no huge pages it is as it was.

@@ -67,9 +67,10 @@ impl Transport for ProcessTransport {
         spec.agree(group, self.name(), deadline)?;
         let bytes = HostLink::region_bytes(spec, group.world())?;
         let prepared = Memfd::create(bytes).and_then(|own| Ok((own, Listener::bind()?)));
-        let problem = prepared.as_ref().err().map(|error| {
-            (error.code().unwrap_or(libc::EIO), error.to_string())
-        });
+        let problem = prepared
+            .as_ref()
+            .err()
+            .map(|error| (error.code().unwrap_or(libc::EIO), error.to_string()));
         let name = prepared.as_ref().map_or(Name::None, |(_, listener)| listener.name().clone());
         let user = rustix::process::geteuid().as_raw();
         let card = Card { host: HostId::here(), user, name, token: random(), problem };

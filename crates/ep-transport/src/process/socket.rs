@@ -130,7 +130,11 @@ pub(super) fn user(fd: BorrowedFd<'_>) -> Option<u32> {
 }
 
 /// Sends one packet with a descriptor. The first packet always fits.
-pub(super) fn send(to: &OwnedFd, packet: &[u8; PACKET], fd: BorrowedFd<'_>) -> rustix::io::Result<()> {
+pub(super) fn send(
+    to: &OwnedFd,
+    packet: &[u8; PACKET],
+    fd: BorrowedFd<'_>,
+) -> rustix::io::Result<()> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = SendAncillaryBuffer::new(&mut space);
     let fds = [fd];

@@ -118,7 +118,10 @@ fn connect(
         None => addresses(&hosts, meeting.port),
     };
     if addresses.is_empty() {
-        return Err(at.error(Some(0), "rank 0 has no address that resolves here: set EP_RENDEZVOUS_HOST on rank 0"));
+        return Err(at.error(
+            Some(0),
+            "rank 0 has no address that resolves here: set EP_RENDEZVOUS_HOST on rank 0",
+        ));
     }
     join(&at, Some(addresses), deadline)
 }
@@ -126,7 +129,9 @@ fn connect(
 fn addresses(hosts: &[String], port: u16) -> Vec<SocketAddr> {
     hosts
         .iter()
-        .flat_map(|host| (host.as_str(), port).to_socket_addrs().map(Vec::from_iter).unwrap_or_default())
+        .flat_map(|host| {
+            (host.as_str(), port).to_socket_addrs().map(Vec::from_iter).unwrap_or_default()
+        })
         .collect()
 }
 
@@ -142,8 +147,11 @@ fn meet() -> Result<(TcpListener, Meeting), String> {
     let usable = |i: &&if_addrs::Interface| !i.is_loopback() && !i.is_link_local();
     let hosts: Vec<String> = match chosen {
         Some(chosen) => {
-            let of: Vec<String> =
-                interfaces.iter().filter(|i| i.name == chosen).map(|i| i.ip().to_string()).collect();
+            let of: Vec<String> = interfaces
+                .iter()
+                .filter(|i| i.name == chosen)
+                .map(|i| i.ip().to_string())
+                .collect();
             if of.is_empty() { vec![chosen] } else { of }
         }
         None => {

@@ -14,12 +14,7 @@ struct Launcher {
 const LAUNCHERS: [Launcher; 4] = [
     Launcher { name: "this library", rank: "EP_RANK", world: "EP_WORLD", local: "EP_LOCAL_RANK" },
     Launcher { name: "torchrun", rank: "RANK", world: "WORLD_SIZE", local: "LOCAL_RANK" },
-    Launcher {
-        name: "Slurm",
-        rank: "SLURM_PROCID",
-        world: "SLURM_NTASKS",
-        local: "SLURM_LOCALID",
-    },
+    Launcher { name: "Slurm", rank: "SLURM_PROCID", world: "SLURM_NTASKS", local: "SLURM_LOCALID" },
     Launcher {
         name: "Open MPI",
         rank: "OMPI_COMM_WORLD_RANK",
@@ -29,8 +24,13 @@ const LAUNCHERS: [Launcher; 4] = [
 ];
 
 /// What tells jobs apart, in order of preference.
-const TOKENS: [&str; 5] =
-    ["EP_JOB_TOKEN", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"];
+const TOKENS: [&str; 5] = [
+    "EP_JOB_TOKEN",
+    "TORCHELASTIC_RUN_ID",
+    "SLURM_JOB_ID",
+    "PMIX_NAMESPACE",
+    "OMPI_MCA_ess_base_jobid",
+];
 
 impl Rendezvous {
     /// What the environment says.
@@ -58,8 +58,9 @@ impl Rendezvous {
         let rank = number(launcher.rank, &var(launcher.rank).unwrap_or_default())?;
         let world = number(launcher.world, &var(launcher.world).unwrap_or_default())?;
         let (host, port) = address(&var)?;
-        let mut rendezvous = Self::checked(rank, world, host, port)
-            .map_err(|_| bad(format!("{}={rank} is not below {}={world}", launcher.rank, launcher.world)))?;
+        let mut rendezvous = Self::checked(rank, world, host, port).map_err(|_| {
+            bad(format!("{}={rank} is not below {}={world}", launcher.rank, launcher.world))
+        })?;
         if let Some(local) = var(launcher.local) {
             rendezvous.local_rank = Some(number(launcher.local, &local)?);
         }
@@ -101,9 +102,9 @@ fn launcher(var: &impl Fn(&str) -> Option<String>) -> Result<&'static Launcher> 
 
 fn number(name: &str, value: &str) -> Result<usize> {
     let parsed = value.trim().parse::<u32>().ok();
-    parsed.map(|n| n as usize).ok_or_else(|| {
-        bad(format!("{name}={value:?} is not a number from 0 to {}", u32::MAX))
-    })
+    parsed
+        .map(|n| n as usize)
+        .ok_or_else(|| bad(format!("{name}={value:?} is not a number from 0 to {}", u32::MAX)))
 }
 
 fn address(var: &impl Fn(&str) -> Option<String>) -> Result<(String, u16)> {
@@ -211,7 +212,9 @@ mod tests {
             let e = error(&[AT, ("EP_RANK", rank), world]);
             assert!(e.contains("EP_RANK"), "{e}");
         }
-        assert!(error(&[AT, ("EP_RANK", "2"), world]).contains("EP_RANK=2 is not below EP_WORLD=2"));
+        assert!(
+            error(&[AT, ("EP_RANK", "2"), world]).contains("EP_RANK=2 is not below EP_WORLD=2")
+        );
         for address in ["node0", "node0:", ":1", "node0:0", "node0:65536", "::1:5", "a b:1"] {
             let e = error(&[("EP_RENDEZVOUS", address), ("EP_RANK", "0"), world]);
             assert!(e.contains("EP_RENDEZVOUS"), "{e}");

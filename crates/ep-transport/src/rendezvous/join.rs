@@ -4,12 +4,12 @@ use std::io::{self, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::time::{Duration, Instant};
 
-use super::listen::{listen, own, resolve};
 use super::Rendezvous;
+use super::listen::{listen, own, resolve};
 use crate::tcp::client::Conn;
 use crate::tcp::control::TcpControl;
 use crate::tcp::wire::{Decoder, MAX_HELLO, Message, encode};
-use crate::tcp::{configure, server};
+use crate::tcp::{configure, moment, server};
 use crate::{Deadline, Group, Result, TransportError};
 
 /// How long connecting to one address may take before the next is tried.
@@ -17,7 +17,7 @@ const CONNECT: Duration = Duration::from_secs(3);
 /// How long a hub may take to say that it has heard.
 const HEARD: Duration = Duration::from_secs(5);
 /// How long after its deadline a rank waits for the hub's verdict.
-const GRACE: Duration = Duration::from_secs(1) ;
+const GRACE: Duration = Duration::from_secs(1);
 const PAUSE: Duration = Duration::from_millis(20);
 const MAX_PAUSE: Duration = Duration::from_millis(250);
 /// Names are resolved again this often while nobody answers.
@@ -132,7 +132,7 @@ fn verdict(
             match frame.message {
                 Message::Heard => {
                     heard = true;
-                    until = Instant::now() + deadline.remaining() + GRACE;
+                    until = moment(deadline, GRACE);
                 }
                 Message::Welcome => return Ok(()),
                 Message::Refused { peer, detail } => {

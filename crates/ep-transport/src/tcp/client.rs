@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
+use super::moment;
 use super::wire::{Decoder, Failure, Frame, GroupId, Message, encode, text};
 use crate::health::{Fault, Health};
 use crate::{Deadline, Result, TransportError};
@@ -106,7 +107,7 @@ impl Conn {
         deadline: Deadline,
     ) -> Result<()> {
         let frame = encode(message, body);
-        let until = Instant::now() + deadline.remaining();
+        let until = moment(deadline, Duration::ZERO);
         let sent = match self.writer.try_lock_until(until) {
             Some(mut writer) => write_until(&mut writer, &frame, until).inspect_err(|_| {
                 // Half a frame may be out: nothing sensible can follow it.
@@ -129,7 +130,7 @@ impl Conn {
         seq: u64,
         deadline: Deadline,
     ) -> Result<Answer> {
-        let until = Instant::now() + deadline.remaining() + GRACE;
+        let until = moment(deadline, GRACE);
         let mut state = self.shared.state.lock();
         loop {
             let State { seats, closed, .. } = &mut *state;
@@ -201,7 +202,12 @@ fn hub_gone(op: &'static str, peer: Option<usize>, detail: &str) -> TransportErr
         Some(peer) => TransportError::PeerLost { op, peer, detail },
         None => {
             let code = rustix::io::Errno::CONNRESET.raw_os_error();
-            TransportError::Os { op, peer: None, code, detail: format!("the world's rank 0: {detail}") }
+            TransportError::Os {
+                op,
+                peer: None,
+                code,
+                detail: format!("the world's rank 0: {detail}"),
+            }
         }
     }
 }
@@ -280,7 +286,9 @@ impl Shared {
             Message::Left { group, rank, panicked } => {
                 let seat = state.seats.get(&group).filter(|s| (rank as usize) < s.members.len());
                 match seat {
-                    Some(seat) if panicked => seat.health.lost(rank as usize, "its thread panicked"),
+                    Some(seat) if panicked => {
+                        seat.health.lost(rank as usize, "its thread panicked")
+                    }
                     Some(seat) => seat.health.left(rank as usize),
                     None => {}
                 }

@@ -95,7 +95,12 @@ impl Control for TcpControl {
         }
         let Some(mut next) = self.next.try_lock_for(deadline.remaining()) else {
             let hint = ": another collective of this rank is in progress".into();
-            return Err(TransportError::Timeout { op, peers: vec![], after: deadline.length(), hint });
+            return Err(TransportError::Timeout {
+                op,
+                peers: vec![],
+                after: deadline.length(),
+                hint,
+            });
         };
         self.health.check(op)?;
         let seq = *next;

@@ -45,7 +45,9 @@ pub(crate) enum Action {
 
 #[derive(Debug)]
 enum Peer {
-    Stranger { until: Instant },
+    Stranger {
+        until: Instant,
+    },
     Rank(usize),
     /// Turned away; its socket is being closed.
     Refused,
@@ -261,7 +263,10 @@ impl Hub {
             let ours: Vec<usize> = (0..self.world()).filter(|&r| self.taken(r)).collect();
             let ours = if ours.is_empty() { vec![0] } else { ours };
             let size = self.world();
-            Some(format!("world sizes differ: rank {rank} has {world}, {} {size}", ranks_text(&ours)))
+            Some(format!(
+                "world sizes differ: rank {rank} has {world}, {} {size}",
+                ranks_text(&ours)
+            ))
         } else if rank >= self.world() {
             Some(format!("rank {rank} is not below the world size {world}"))
         } else if self.taken(rank) {
@@ -357,7 +362,11 @@ impl Hub {
         }
     }
 
-    fn seat(&mut self, rank: usize, group: &GroupId) -> Result<(&mut Room, usize, &mut Out), String> {
+    fn seat(
+        &mut self,
+        rank: usize,
+        group: &GroupId,
+    ) -> Result<(&mut Room, usize, &mut Out), String> {
         let unknown = || "it is not in the group it speaks of".to_owned();
         let room = self.rooms.get_mut(group).ok_or_else(unknown)?;
         let seat = room.seat(rank).ok_or_else(unknown)?;

@@ -18,15 +18,23 @@ pub(crate) mod server;
 pub(crate) mod wire;
 
 use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use crate::Deadline;
 
 /// An encoded frame, shared by all it is sent to.
 pub(crate) type Bytes = Arc<[u8]>;
+
+/// The moment `grace` after a deadline, which may be as good as never.
+pub(crate) fn moment(deadline: Deadline, grace: Duration) -> Instant {
+    const MONTH: Duration = Duration::from_secs(30 * 24 * 3600);
+    Instant::now() + deadline.remaining().min(MONTH) + grace
+}
 
 /// Small messages go at once, and a peer whose machine is gone is noticed: after 10 s of silence the
 /// kernel asks three times, 5 s apart. Best effort.
 pub(crate) fn configure(stream: &std::net::TcpStream) {
     use rustix::net::sockopt;
-    use std::time::Duration;
     let _ = stream.set_nodelay(true);
     let _ = sockopt::set_socket_keepalive(stream, true);
     let _ = sockopt::set_tcp_keepidle(stream, Duration::from_secs(10));
@@ -39,6 +47,10 @@ pub(crate) fn configure(stream: &std::net::TcpStream) {
 pub(crate) fn ranks_text(ranks: &[usize]) -> String {
     const SHOWN: usize = 16;
     let list: Vec<String> = ranks.iter().take(SHOWN).map(usize::to_string).collect();
-    let more = if ranks.len() > SHOWN { format!(" and {} more", ranks.len() - SHOWN) } else { String::new() };
+    let more = if ranks.len() > SHOWN {
+        format!(" and {} more", ranks.len() - SHOWN)
+    } else {
+        String::new()
+    };
     format!("rank{} {}{more}", if ranks.len() == 1 { "" } else { "s" }, list.join(", "))
 }

@@ -154,8 +154,10 @@ impl Room {
         if !self.parts.iter().flatten().any(|part| part.until.is_some_and(|until| until <= now)) {
             return;
         }
-        let absent: Vec<u32> =
-            (0..self.members.len()).filter(|&s| self.parts[s].is_none()).map(|s| s as u32).collect();
+        let absent: Vec<u32> = (0..self.members.len())
+            .filter(|&s| self.parts[s].is_none())
+            .map(|s| s as u32)
+            .collect();
         for seat in 0..self.members.len() {
             let Some(part) = &mut self.parts[seat] else { continue };
             if part.until.is_some_and(|until| until <= now) {

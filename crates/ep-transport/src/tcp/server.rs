@@ -37,7 +37,8 @@ pub(crate) fn spawn(
     };
     listener.set_nonblocking(true).map_err(os("making the listener non-blocking"))?;
     let hub = Hub::new(world, token, Instant::now(), wait);
-    let server = Server { hub, listener: Some(listener), sockets: BTreeMap::new(), next: 0, pause: None };
+    let server =
+        Server { hub, listener: Some(listener), sockets: BTreeMap::new(), next: 0, pause: None };
     std::thread::Builder::new()
         .name("ep-hub".into())
         .spawn(move || server.run())
@@ -151,7 +152,9 @@ impl Server {
         for _ in 0..CHUNKS {
             let Some(socket) = self.sockets.get_mut(&conn) else { return };
             let event = match socket.decoder.read(&mut socket.stream, CHUNK) {
-                Ok(0) if socket.decoder.midway() => Event::Closed("its connection ended midway".into()),
+                Ok(0) if socket.decoder.midway() => {
+                    Event::Closed("its connection ended midway".into())
+                }
                 Ok(0) => Event::Closed("its connection was closed".into()),
                 Err(e) if e.kind() == ErrorKind::WouldBlock => return,
                 Err(e) if e.kind() == ErrorKind::Interrupted => continue,

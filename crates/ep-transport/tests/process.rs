@@ -1,0 +1,297 @@
+//! Ranks that are processes: the conformance suite, and processes killed in every phase.
+//!
+//! The test binary starts itself once per rank; `EP_TEST_PART` says what the rank does.
+#![cfg(not(loom))]
+
+use std::io::{BufRead, BufReader, Read};
+use std::net::TcpListener;
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicU16, Ordering};
+use std::time::{Duration, Instant};
+
+use ep_transport::conformance::{CHECKS, Member, rank_main};
+use ep_transport::{
+    Deadline, Group, ProcessTransport, Queue, Rendezvous, Transport, TransportError, WindowSpec,
+};
+
+const LIMIT: Duration = Duration::from_secs(20);
+const TIMEOUT: Duration = Duration::from_secs(5);
+const SPEC: WindowSpec = WindowSpec { bytes: 8 << 20, flags: 4 };
+
+/// An address of this host on which nobody listens, outside the range that connections use.
+fn address() -> String {
+    static NEXT: AtomicU16 = AtomicU16::new(0);
+    loop {
+        let base = 10_000 + (std::process::id() % 900) as u16 * 20;
+        let address = format!("127.0.0.1:{}", base + NEXT.fetch_add(1, Ordering::Relaxed) % 2000);
+        if TcpListener::bind(&address).is_ok() {
+            return address;
+        }
+    }
+}
+
+/// The ranks of one job; killed if the test gives up.
+struct Job(Vec<Child>);
+
+impl Drop for Job {
+    fn drop(&mut self) {
+        for child in &mut self.0 {
+            // One that has ended cannot be killed, which is fine.
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
+}
+
+impl Job {
+    fn start(part: &str, world: usize) -> Self {
+        Self::start_some(part, world, world)
+    }
+
+    /// Starts the first `ranks` of `world` ranks.
+    fn start_some(part: &str, ranks: usize, world: usize) -> Self {
+        let address = address();
+        let rank = |rank: usize| {
+            Command::new(std::env::current_exe().unwrap())
+                .args(["--exact", "a_rank", "--nocapture", "--test-threads=1"])
+                .env("EP_TEST_PART", part)
+                .env("EP_RANK", rank.to_string())
+                .env("EP_WORLD", world.to_string())
+                .env("EP_RENDEZVOUS", &address)
+                .env("EP_TIMEOUT", TIMEOUT.as_secs().to_string())
+                .stdout(Stdio::piped())
+                .stderr(Stdio::piped())
+                .spawn()
+                .unwrap()
+        };
+        Self((0..ranks).map(rank).collect())
+    }
+
+    /// Waits until `rank` says `word` on its standard output.
+    fn hear(&mut self, rank: usize, word: &str) {
+        let out = self.0[rank].stdout.as_mut().unwrap();
+        let mut line = String::new();
+        let mut reader = BufReader::with_capacity(1, out);
+        while !line.contains(word) {
+            line.clear();
+            assert!(reader.read_line(&mut line).unwrap() > 0, "rank {rank} ended without {word:?}");
+        }
+    }
+
+    fn kill(&mut self, rank: usize) {
+        self.0[rank].kill().unwrap();
+    }
+
+    /// Waits for all ranks to end; those in `killed` may fail.
+    fn end(mut self, limit: Duration, killed: &[usize]) -> Result<(), String> {
+        let start = Instant::now();
+        let mut wrong = Vec::new();
+        for (rank, child) in self.0.iter_mut().enumerate() {
+            let status = loop {
+                match child.try_wait().unwrap() {
+                    Some(status) => break Some(status),
+                    None if start.elapsed() > limit => break None,
+                    None => std::thread::sleep(Duration::from_millis(2)),
+                }
+            };
+            if killed.contains(&rank) {
+                continue;
+            }
+            let mut text = String::new();
+            match status {
+                Some(status) if status.success() => continue,
+                Some(_) => {
+                    let err = child.stderr.as_mut().unwrap();
+                    err.read_to_string(&mut text).unwrap();
+                }
+                None => text.push_str("it does not end"),
+            }
+            wrong.push(format!("rank {rank}: {text}"));
+        }
+        if wrong.is_empty() { Ok(()) } else { Err(wrong.join("\n")) }
+    }
+}
+
+/// Not a test of its own: what a rank's process runs.
+#[test]
+fn a_rank() {
+    let Ok(part) = std::env::var("EP_TEST_PART") else { return };
+    let (kind, name) = part.split_once(':').unwrap();
+    match kind {
+        "check" => {
+            let group = Group::from_env(&Rendezvous::from_env().unwrap()).unwrap();
+            rank_main(name, group, &ProcessTransport::new(), LIMIT).unwrap();
+        }
+        "victim" => victim(name.parse().unwrap()),
+        "threads" => threads_are_refused(),
+        other => panic!("no part {other}"),
+    }
+}
+
+/// Runs one check with a process per rank.
+fn in_processes(name: &str, worlds: &[usize]) {
+    let check = CHECKS.iter().find(|check| check.name == name).unwrap();
+    for &world in worlds.iter().filter(|world| check.worlds.contains(world)) {
+        let job = Job::start(&format!("check:{name}"), world);
+        job.end(LIMIT * 3, &[]).unwrap_or_else(|e| panic!("{name}, {world} ranks: {e}"));
+    }
+}
+
+#[test]
+fn processes_pass_every_check() {
+    for check in CHECKS {
+        in_processes(check.name, &[2, 3]);
+    }
+}
+
+#[test]
+fn eight_processes_share_their_windows() {
+    in_processes("data_before_signal_is_visible", &[8]);
+}
+
+fn threads(world: usize) -> Vec<Member> {
+    let address = address();
+    let join = |rank| {
+        let address = address.clone();
+        std::thread::spawn(move || {
+            Group::from_env(&Rendezvous::new(rank, world, &address).unwrap()).unwrap()
+        })
+    };
+    let ranks: Vec<_> = (0..world).map(join).collect();
+    let member = |group| (group, Box::new(ProcessTransport::new()) as Box<dyn Transport>);
+    ranks.into_iter().map(|rank| member(rank.join().unwrap())).collect()
+}
+
+mod in_threads {
+    ep_transport::conformance_suite!(super::threads);
+}
+
+mod in_local_threads {
+    use ep_transport::{Group, ProcessTransport, Transport, conformance::Member};
+
+    fn members(world: usize) -> Vec<Member> {
+        let groups = Group::local(world).unwrap().into_iter();
+        let member =
+            |group| (group, Box::new(ProcessTransport::new().bulk(true)) as Box<dyn Transport>);
+        groups.map(member).collect()
+    }
+
+    ep_transport::conformance_suite!(members);
+}
+
+#[test]
+fn many_threads_open_windows_at_once() {
+    let groups = Group::local(64).unwrap();
+    std::thread::scope(|scope| {
+        for group in groups {
+            scope.spawn(move || {
+                let spec = WindowSpec { bytes: 4096, flags: 1 };
+                let deadline = Deadline::after(LIMIT);
+                let link = ProcessTransport::new().open(&group, spec, deadline).unwrap();
+                let (queue, next) = (Queue::host(), (group.rank() + 1) % 64);
+                link.signal(&queue, next, 0).unwrap();
+                link.wait(&queue, "ring", &[(group.rank() + 63) % 64], 0, deadline).unwrap();
+            });
+        }
+    });
+}
+
+/// The thread transport across processes: refused with the name of the right one.
+fn threads_are_refused() {
+    let group = Group::from_env(&Rendezvous::from_env().unwrap()).unwrap();
+    let transport = ep_transport::ThreadTransport::new();
+    let e = transport.open(&group, SPEC, Deadline::after(TIMEOUT)).unwrap_err().to_string();
+    assert!(e.contains("ProcessTransport"), "{e}");
+    group.barrier().unwrap();
+}
+
+#[test]
+fn the_thread_transport_is_refused_across_processes() {
+    Job::start("threads:", 2).end(LIMIT, &[]).unwrap();
+}
+
+/// Phases in which a process is killed.
+const RENDEZVOUS: usize = 0;
+const GATHER: usize = 1;
+const OPEN: usize = 2;
+const FLAGS: usize = 3;
+
+/// A rank of a job of three whose rank 1 (rank 0 if the phase is 10 more) dies in a phase; the
+/// others see it.
+fn victim(phase: usize) {
+    let (dies, phase) = if phase >= 10 { (0, phase - 10) } else { (1, phase) };
+    let rendezvous = Rendezvous::from_env().unwrap();
+    let rank = rendezvous.rank();
+    let sleep_if = |at: usize| {
+        if rank == dies && phase == at {
+            println!("\nready");
+            std::thread::sleep(LIMIT * 2);
+        }
+    };
+    let start = Instant::now();
+    let mut group = None;
+    let result: Result<(), TransportError> = (|| {
+        if phase == RENDEZVOUS && rank == dies {
+            println!("\nready");
+        }
+        let group = group.insert(Group::from_env(&rendezvous)?);
+        sleep_if(GATHER);
+        group.all_gather(&[1])?;
+        sleep_if(OPEN);
+        let link = ProcessTransport::new().open(group, SPEC, Deadline::after(TIMEOUT))?;
+        sleep_if(FLAGS);
+        let others: Vec<usize> = (0..group.world()).filter(|&r| r != rank).collect();
+        link.wait(&Queue::host(), "flags", &others, 0, Deadline::after(TIMEOUT))
+    })();
+    let e = result.expect_err("a rank was killed");
+    assert!(start.elapsed() < TIMEOUT + Duration::from_secs(1), "after {:?}", start.elapsed());
+    let named = e.peer() == Some(dies) || e.to_string().contains(&format!("rank {dies}"));
+    assert!(named, "rank {rank}: {e}");
+    drop(group);
+    let open = std::fs::read_dir("/proc/self/fd").unwrap().filter_map(|fd| {
+        let to = std::fs::read_link(fd.unwrap().path()).ok()?.to_string_lossy().into_owned();
+        (to.contains("ep-window") || to.starts_with("socket:")).then_some(to)
+    });
+    // Rank 0's hub may still be telling the others.
+    let open: Vec<String> = open.filter(|to| rank != 0 || to.contains("ep-window")).collect();
+    assert!(open.is_empty(), "{open:?}");
+}
+
+fn killed_in(phase: usize) {
+    let dies = usize::from(phase < 10);
+    // A rendezvous that lacks a rank is where they wait for each other.
+    let world = if phase % 10 == RENDEZVOUS { 4 } else { 3 };
+    let mut job = Job::start_some(&format!("victim:{phase}"), 3, world);
+    job.hear(dies, "ready");
+    // Let the others come to where they wait.
+    std::thread::sleep(Duration::from_millis(300));
+    job.kill(dies);
+    job.end(LIMIT, &[dies]).unwrap();
+}
+
+#[test]
+fn a_rank_killed_in_the_rendezvous_is_named() {
+    killed_in(RENDEZVOUS);
+}
+
+#[test]
+fn a_rank_killed_in_a_gather_is_named() {
+    killed_in(GATHER);
+}
+
+#[test]
+fn a_rank_killed_while_windows_open_is_named() {
+    killed_in(OPEN);
+}
+
+#[test]
+fn a_rank_killed_while_others_wait_on_flags_is_named() {
+    killed_in(FLAGS);
+}
+
+#[test]
+fn rank_0_killed_is_named_in_every_phase() {
+    for phase in [RENDEZVOUS, GATHER, OPEN, FLAGS] {
+        killed_in(10 + phase);
+    }
+}
