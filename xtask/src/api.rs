@@ -100,25 +100,31 @@ fn read(workspace: &Workspace, echo: bool) -> Result<Result<Apis>> {
             return Err(format!("rustdoc of {name}: {}\n{}", done.why(), done.tail(30)));
         }
         let json = target.join("doc").join(format!("{}.json", name.replace('-', "_")));
-        let found = format_of(&json)?;
-        if found != FORMAT {
-            return Ok(Err(format!(
-                "this rustdoc writes JSON format {found}; docs/api is made with {FORMAT}"
-            )));
+        match items(&json).map_err(|why| format!("public API of {name}: {why}"))? {
+            Ok(api) if api.is_empty() => return Err(format!("{name} has no public API")),
+            Ok(api) => apis.push((name.to_owned(), api)),
+            Err(why) => return Ok(Err(why)),
         }
-        let api = Builder::from_rustdoc_json(&json)
-            .omit_blanket_impls(true)
-            .omit_auto_trait_impls(true)
-            .omit_auto_derived_impls(true)
-            .build()
-            .map_err(|e| format!("public API of {name}: {e}"))?;
-        let lines: Vec<String> = api.items().map(|item| format!("{item}\n")).collect();
-        if lines.is_empty() {
-            return Err(format!("{name} has no public API"));
-        }
-        apis.push((name.to_owned(), lines.concat()));
     }
     Ok(Ok(apis))
+}
+
+/// The items in a rustdoc JSON file, one a line; the inner error says that it is of another format.
+fn items(json: &Path) -> Result<Result<String>> {
+    let found = format_of(json)?;
+    if found != FORMAT {
+        let why =
+            format!("this rustdoc writes JSON format {found}; docs/api is made with {FORMAT}");
+        return Ok(Err(why));
+    }
+    let api = Builder::from_rustdoc_json(json)
+        .omit_blanket_impls(true)
+        .omit_auto_trait_impls(true)
+        .omit_auto_derived_impls(true)
+        .build()
+        .map_err(|e| e.to_string())?;
+    let lines: Vec<String> = api.items().map(|item| format!("{item}\n")).collect();
+    Ok(Ok(lines.concat()))
 }
 
 /// The format number in a rustdoc JSON file.
@@ -170,5 +176,23 @@ mod tests {
         assert_eq!(format_of(&folder.0.join("x.json")), Ok(FORMAT));
         folder.write("y.json", "[]");
         assert!(format_of(&folder.0.join("y.json")).is_err());
+    }
+
+    #[test]
+    fn the_items_of_a_crate_are_listed() {
+        let folder = crate::tree::Scratch::new("items");
+        folder.write("lib.rs", "pub fn seen(n: u32) -> bool { n > 1 }\nfn hidden() {}");
+        let mut rustdoc =
+            std::process::Command::new(std::env::var_os("RUSTDOC").unwrap_or("rustdoc".into()));
+        rustdoc.current_dir(&folder.0).env("RUSTC_BOOTSTRAP", "1");
+        rustdoc.args(["lib.rs", "--crate-name", "small", "--edition", "2024", "-o", "."]);
+        rustdoc.args(["-Z", "unstable-options", "--output-format", "json"]);
+        let done = process::run(rustdoc, Duration::from_secs(60), false).unwrap();
+        assert!(done.success(), "{}", done.output);
+        match items(&folder.0.join("small.json")).unwrap() {
+            Ok(api) => assert_eq!(api, "pub mod small\npub fn small::seen(u32) -> bool\n"),
+            // Another toolchain: the reason has to say so.
+            Err(why) => assert!(why.contains("format"), "{why}"),
+        }
     }
 }
