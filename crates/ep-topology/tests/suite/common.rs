@@ -1,7 +1,4 @@
 //! What several tests build.
-#![allow(dead_code, reason = "each test binary uses its own part")]
-
-pub mod tree;
 
 use std::collections::BTreeMap;
 

@@ -1,8 +1,6 @@
 //! The margin arithmetic against brute force, and against what an H200 was seen to do.
 
-mod common;
-
-use common::{h200, map, synthetic};
+use crate::common::{h200, map, synthetic};
 use ep_topology::{Basis, Calibration, Launch, MarginPlan, MarginPlanner, SmMap, Verdict};
 use proptest::prelude::*;
 
