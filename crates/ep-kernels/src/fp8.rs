@@ -44,7 +44,7 @@ impl Fp8E4M3 {
     pub const NAN: Self = Self(0x7f);
 
     /// The nearest value, ties to even; magnitudes above 448, infinity too, become ±448.
-    #[inline]
+    #[inline(always)]
     pub fn from_f32(x: f32) -> Self {
         // Without branches, so that loops over it vectorise.
         let sign = ((x.to_bits() >> 24) & 0x80) as u8;

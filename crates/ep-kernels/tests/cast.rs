@@ -149,6 +149,17 @@ proptest! {
     }
 
     #[test]
+    fn bf16_rounds_as_the_half_crate_does(bits in any::<u32>(), odd in any::<u16>()) {
+        // Random bits, an exact tie, and a NaN whose payload lies in the bits cut off.
+        let tie = u32::from(odd) << 16 | 0x8000;
+        for x in [bits, tie, tie - 1, tie + 1, 0x7f80_0001, 0xff80_8000].map(f32::from_bits) {
+            let mut out = [bf16::ZERO];
+            narrow(&[x], &mut out).unwrap();
+            prop_assert_eq!(out[0].to_bits(), bf16::from_f32(x).to_bits());
+        }
+    }
+
+    #[test]
     fn quantising_follows_its_definition(
         row in prop::collection::vec(-1e5_f32..1e5, 1..300),
         small in any::<bool>(),

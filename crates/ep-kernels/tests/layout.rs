@@ -152,7 +152,7 @@ proptest! {
                 let total: usize = before(ranks);
                 prop_assert_eq!(counts[local] as usize, total);
                 let room = (offsets[local + 1] - offsets[local]) as usize;
-                prop_assert!(room >= total && room < total + alignment && room % alignment == 0);
+                prop_assert!(room >= total && room < total + alignment && room.is_multiple_of(alignment));
             }
             prop_assert_eq!(matrix.expert_rows(dest, alignment), *offsets.last().unwrap() as usize);
         }

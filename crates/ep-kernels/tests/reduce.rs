@@ -38,7 +38,7 @@ fn round_bf16(x: f32) -> u16 {
         return down;
     }
     let (below, above) = ((f64::from(x) - value(down)).abs(), (value(up) - f64::from(x)).abs());
-    if below < above || (below == above && down % 2 == 0) { down } else { up }
+    if below < above || (below == above && down.is_multiple_of(2)) { down } else { up }
 }
 
 #[test]
