@@ -1,0 +1,355 @@
+//! Received rows and the rows to be combined, as they lie in a slot.
+
+use std::marker::PhantomData;
+
+use ep_kernels::{DType, ExpertFormat, PayloadKind, RecordFormat};
+
+use crate::ep::Inner;
+use crate::result::Dispatched;
+use crate::shape::OutFormat;
+use crate::{EpError, Handle, Layout, Result, Rows, RowsMut};
+
+/// The format of rows in a slot, either way they are laid out.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Format {
+    Rank(RecordFormat),
+    Expert(ExpertFormat),
+}
+
+impl Format {
+    pub fn new(ep: &Inner, layout: Layout, kind: PayloadKind) -> Result<Self> {
+        let (hidden, topk) = (ep.shape.hidden, ep.shape.topk);
+        let made = match layout {
+            Layout::RankMajor => RecordFormat::new(kind, hidden, topk).map(Self::Rank),
+            Layout::ExpertMajor { .. } => ExpertFormat::new(kind, hidden).map(Self::Expert),
+        };
+        made.map_err(|e| EpError::argument("rows", e.to_string()))
+    }
+
+    /// The format in which rows of `kind` are combined out of a slot that holds this.
+    pub fn output(
+        received: Option<Self>,
+        ep: &Inner,
+        layout: Layout,
+        kind: PayloadKind,
+    ) -> OutFormat {
+        let (hidden, topk) = (ep.shape.hidden, ep.shape.topk);
+        match (layout, received) {
+            (Layout::RankMajor, Some(Self::Rank(f))) => {
+                OutFormat::rank_major(Some(&f), kind, hidden, topk)
+            }
+            (Layout::RankMajor, _) => OutFormat::rank_major(None, kind, hidden, topk),
+            (Layout::ExpertMajor { .. }, Some(Self::Expert(f))) => {
+                OutFormat::expert_major(Some(&f), kind, hidden)
+            }
+            (Layout::ExpertMajor { .. }, _) => OutFormat::expert_major(None, kind, hidden),
+        }
+    }
+}
+
+pub(crate) const EMPTY: ExpertFormat = ExpertFormat {
+    payload_bytes: 0,
+    scales_at: 0,
+    scale_bytes: 0,
+    weight_at: 0,
+    row_at: 0,
+    stride: 16,
+};
+
+impl Format {
+    pub fn stride(&self) -> usize {
+        match self {
+            Self::Rank(f) => f.stride,
+            Self::Expert(f) => f.stride,
+        }
+    }
+
+    /// # Safety
+    /// `row` is a row of this format.
+    pub unsafe fn mark_empty(&self, row: *mut u8) {
+        // SAFETY: by this function's contract; parts of a row are aligned to 16 (row_at to 4).
+        unsafe {
+            match self {
+                Self::Rank(f) => row.add(f.source_at).cast::<[i32; 2]>().write([-1, -1]),
+                Self::Expert(f) => row.add(f.row_at).cast::<i32>().write(-1),
+            }
+        }
+    }
+}
+/// Where a row came from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct SourceToken {
+    /// The rank.
+    pub rank: usize,
+    /// The token's index on that rank.
+    pub token: usize,
+}
+
+/// Received rows, to be read.
+#[derive(Clone, Copy, Debug)]
+pub struct Received<'a> {
+    pub(crate) base: *const u8,
+    pub(crate) format: Format,
+    pub(crate) kind: PayloadKind,
+    pub(crate) rows: usize,
+    pub(crate) real: usize,
+    /// The rank-major records of the slot, their number and format.
+    pub(crate) records: *const u8,
+    pub(crate) record_rows: usize,
+    pub(crate) record: Option<RecordFormat>,
+    pub(crate) memory: PhantomData<&'a [u8]>,
+}
+
+// SAFETY: a shared borrow of bytes, as `&[u8]`.
+unsafe impl Send for Received<'_> {}
+// SAFETY: as above.
+unsafe impl Sync for Received<'_> {}
+
+/// One column of small values in rows: `per_row` values of each, `stride` bytes apart.
+#[derive(Clone, Copy, Debug)]
+pub struct Column<'a, T> {
+    base: *const T,
+    rows: usize,
+    per_row: usize,
+    stride: usize,
+    memory: PhantomData<&'a [T]>,
+}
+
+impl<'a, T: Copy> Column<'a, T> {
+    /// The values of row `i`.
+    ///
+    /// # Panics
+    /// When there is no such row.
+    pub fn get(&self, i: usize) -> &'a [T] {
+        assert!(i < self.rows, "row {i} of {}", self.rows);
+        // SAFETY: rows are initialised, `stride` bytes apart, and parts of them aligned to 4.
+        unsafe {
+            let row = self.base.cast::<u8>().add(i * self.stride).cast::<T>();
+            std::slice::from_raw_parts(row, self.per_row)
+        }
+    }
+
+    /// The number of rows.
+    pub fn len(&self) -> usize {
+        self.rows
+    }
+
+    /// Whether there is no row.
+    pub fn is_empty(&self) -> bool {
+        self.rows == 0
+    }
+
+    /// Values per row.
+    pub fn per_row(&self) -> usize {
+        self.per_row
+    }
+
+    /// Bytes from one row to the next.
+    pub fn stride(&self) -> usize {
+        self.stride
+    }
+
+    /// The first value.
+    pub fn as_ptr(&self) -> *const T {
+        self.base
+    }
+}
+
+impl<'a> Received<'a> {
+    /// The rows shown: all there are, or the capacity in capacity mode.
+    pub fn len(&self) -> usize {
+        self.rows
+    }
+
+    /// Whether no row is shown.
+    pub fn is_empty(&self) -> bool {
+        self.rows == 0
+    }
+
+    /// The payload, `[rows, hidden]`.
+    pub fn payload(&self) -> Rows<'a> {
+        let bytes = match self.format {
+            Format::Rank(f) => f.payload_bytes,
+            Format::Expert(f) => f.payload_bytes,
+        };
+        // SAFETY: the rows are in memory borrowed for 'a, initialised and aligned to 16.
+        unsafe {
+            Rows::from_raw(self.base, self.rows, bytes, self.format.stride(), self.kind.dtype())
+        }
+    }
+
+    /// The scales of fp8 rows or the auxiliary bytes of opaque ones; `None` for other payloads.
+    pub fn scales(&self) -> Option<Rows<'a>> {
+        let (at, bytes) = match self.format {
+            Format::Rank(f) => (f.scales_at, f.scale_bytes),
+            Format::Expert(f) => (f.scales_at, f.scale_bytes),
+        };
+        let dtype = match self.kind {
+            PayloadKind::Fp8 { scales: ep_kernels::ScaleKind::F32 } => DType::F32,
+            _ => DType::Bytes,
+        };
+        let base = self.base.wrapping_add(at);
+        // SAFETY: as in `payload`.
+        (bytes > 0)
+            .then(|| unsafe { Rows::from_raw(base, self.rows, bytes, self.format.stride(), dtype) })
+    }
+
+    /// Rank-major rows: local expert ids `[rows, K]`, -1 where the k-th expert is on another rank.
+    /// Expert-major rows have none: the offsets say whose they are.
+    pub fn topk_ids(&self) -> Option<Column<'a, i32>> {
+        match self.format {
+            Format::Rank(f) => Some(self.column(f.ids_at, f.topk)),
+            Format::Expert(_) => None,
+        }
+    }
+
+    /// Gate weights: rank-major `[rows, K]`, 0 where the k-th expert is on another rank;
+    /// expert-major `[rows, 1]`, 0 in padding.
+    pub fn weights(&self) -> Column<'a, f32> {
+        match self.format {
+            Format::Rank(f) => self.column(f.weights_at, f.topk),
+            Format::Expert(f) => self.column(f.weight_at, 1),
+        }
+    }
+
+    /// Where row `i` came from; `None` for padding and rows behind the last.
+    ///
+    /// # Panics
+    /// When row `i` is not shown.
+    pub fn source(&self, i: usize) -> Option<SourceToken> {
+        let (column, row) = match self.format {
+            Format::Rank(f) => (self.column::<i32>(f.source_at, 2), i),
+            Format::Expert(f) => {
+                let row = usize::try_from(self.column::<i32>(f.row_at, 1).get(i)[0]).ok()?;
+                let at = self.record?;
+                let sources = Column {
+                    base: self.records.wrapping_add(at.source_at).cast(),
+                    rows: self.record_rows,
+                    per_row: 2,
+                    stride: at.stride,
+                    memory: PhantomData,
+                };
+                (sources, row)
+            }
+        };
+        // What was written over received rows may hold any number here.
+        if i >= self.real || row >= column.len() {
+            return None;
+        }
+        let &[token, rank] = column.get(row) else { return None };
+        Some(SourceToken { rank: usize::try_from(rank).ok()?, token: usize::try_from(token).ok()? })
+    }
+
+    fn column<T>(&self, at: usize, per_row: usize) -> Column<'a, T> {
+        let base = self.base.wrapping_add(at).cast();
+        let stride = self.format.stride();
+        Column { base, rows: self.rows, per_row, stride, memory: PhantomData }
+    }
+}
+
+/// Rows to be combined, to be written.
+#[derive(Debug)]
+pub struct Outputs<'a> {
+    pub(crate) payload: RowsMut<'a>,
+    pub(crate) base: *mut u8,
+    pub(crate) format: OutFormat,
+    pub(crate) memory: PhantomData<&'a mut [u8]>,
+}
+
+// SAFETY: an exclusive borrow of bytes, as `&mut [u8]`.
+unsafe impl Send for Outputs<'_> {}
+// SAFETY: as above.
+unsafe impl Sync for Outputs<'_> {}
+
+impl<'a> Outputs<'a> {
+    /// The rows, `[rows, hidden]`.
+    pub fn payload(&mut self) -> &mut RowsMut<'a> {
+        &mut self.payload
+    }
+
+    /// The weights that row `i` carries home (see [`Combined::weights`]): K values, one for each
+    /// of the token's experts, in a rank-major row; one value in an expert-major row. They hold the
+    /// received weights where rows are written in place, else anything.
+    ///
+    /// [`Combined::weights`]: crate::Combined::weights
+    ///
+    /// # Panics
+    /// When there is no such row.
+    pub fn weights(&mut self, i: usize) -> &mut [f32] {
+        assert!(i < self.payload.len(), "row {i} of {}", self.payload.len());
+        // SAFETY: the row is inside the slot, borrowed exclusively; its weights are aligned to 4
+        // and do not overlap the payload rows handed out by `payload`.
+        unsafe {
+            let at = self.base.add(i * self.format.stride + self.format.weights_at);
+            std::slice::from_raw_parts_mut(at.cast(), self.format.weights)
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug)]
+#[repr(C, align(16))]
+struct Chunk([u8; 16]);
+
+/// Received rows that were copied out of their slot.
+#[derive(Debug)]
+pub struct Owned {
+    handle: Handle,
+    layout: (Format, PayloadKind, Option<RecordFormat>),
+    rows: usize,
+    real: usize,
+    data: Vec<Chunk>,
+    /// Rank-major records of expert-major rows, for their sources.
+    records: Vec<Chunk>,
+}
+
+impl Owned {
+    pub(crate) fn copy(from: &Dispatched) -> Self {
+        let rows = from.rows();
+        let expert_major = matches!(rows.format, Format::Expert(_));
+        let records = match rows.record.filter(|_| expert_major) {
+            // SAFETY: the records are in the slot `from` owns.
+            Some(f) => unsafe { chunks(rows.records, from.handle.routing.rows * f.stride) },
+            None => Vec::new(),
+        };
+        Self {
+            handle: from.handle.clone(),
+            layout: (rows.format, rows.kind, rows.record),
+            rows: rows.rows,
+            real: rows.real,
+            // SAFETY: as above.
+            data: unsafe { chunks(rows.base, rows.rows * rows.format.stride()) },
+            records,
+        }
+    }
+
+    /// The rows, as [`Dispatched::rows`] showed them.
+    pub fn rows(&self) -> Received<'_> {
+        let (format, kind, record) = self.layout;
+        Received {
+            base: self.data.as_ptr().cast(),
+            format,
+            kind,
+            rows: self.rows,
+            real: self.real,
+            records: self.records.as_ptr().cast(),
+            record_rows: self.handle.routing.rows,
+            record,
+            memory: PhantomData,
+        }
+    }
+
+    /// The routing.
+    pub fn handle(&self) -> &Handle {
+        &self.handle
+    }
+}
+
+/// # Safety
+/// `from` is aligned to 16 and readable for `bytes`, a multiple of 16.
+unsafe fn chunks(from: *const u8, bytes: usize) -> Vec<Chunk> {
+    if bytes == 0 {
+        return Vec::new();
+    }
+    // SAFETY: by this function's contract.
+    unsafe { std::slice::from_raw_parts(from.cast::<Chunk>(), bytes / size_of::<Chunk>()) }.to_vec()
+}
