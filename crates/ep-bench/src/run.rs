@@ -49,15 +49,19 @@ pub fn run(args: &Args) -> Result<Report> {
         println!("wrote {}", path.display());
     }
     println!("\nTry next:");
-    for step in next_steps(&report, &command()) {
+    for step in next_steps(&report, command()) {
         println!("  {step}");
     }
     Ok(report)
 }
 
-/// How the user calls this program: by `cargo xtask bench` or as itself.
-fn command() -> String {
-    std::env::var("EP_BENCH_COMMAND").unwrap_or_else(|_| "ep-bench".into())
+/// How the user calls this program: by `cargo xtask bench`, which cargo leaves a trace of, or by
+/// its name.
+fn command() -> &'static str {
+    match std::env::var("CARGO_PKG_NAME") {
+        Ok(name) if name == "xtask" => "cargo xtask bench",
+        _ => "ep-bench",
+    }
 }
 
 fn execute(plan: &Plan, seed: u64, report: &mut Report, traces: &mut Vec<CaseTrace>) -> Result<()> {
