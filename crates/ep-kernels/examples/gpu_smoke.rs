@@ -153,6 +153,10 @@ fn observation(tools: &SmTools, checks: &mut Checks) -> Result<(SmObservations, 
         });
         checks.that(run.elapsed < Duration::from_secs(2), || format!("took {:?}", run.elapsed));
         checks.that(run.disturbed == 0, || format!("{} launches ran in waves", run.disturbed));
+        let margins = run.left_free.iter().map(Vec::len);
+        checks.that(margins.eq(1..=64.min(tools.device().properties().sms as usize - 1)), || {
+            "a launch of one block per SM left other than its margin free".into()
+        });
         checks.that(domains(run) == expected, || "domains differ between runs".into());
         let active = |run: &SmObservations| {
             run.sizes.iter().map(|s| (s.size, s.max_active)).collect::<Vec<_>>()
@@ -163,6 +167,7 @@ fn observation(tools: &SmTools, checks: &mut Checks) -> Result<(SmObservations, 
         "max_active_clusters": first.sizes.iter().map(|s| json!([s.size, s.max_active])).collect::<Vec<_>>(),
         "distinct_clusters": first.sizes.iter().map(|s| json!([s.size, s.clusters.len()])).collect::<Vec<_>>(),
         "domains": expected,
+        "left_free": first.left_free.iter().step_by(8).collect::<Vec<_>>(),
         "launches": first.launches,
         "ms": runs.iter().map(|run| run.elapsed.as_secs_f64() * 1e3).collect::<Vec<_>>(),
     });

@@ -6,7 +6,7 @@ use std::time::Duration;
 use super::error::{CudaError, invalid};
 use super::launch::{LaunchAttributes, LaunchConfig};
 use super::memory::{MappedHost, Plain};
-use super::module::KernelParams;
+use super::module::{Kernel, KernelParams};
 use super::probe::{SmTools, whole_sm};
 use super::source::{KernelSource, layout};
 use super::stream::{Stream, poll};
@@ -166,6 +166,8 @@ impl HoldSpec {
 pub struct Holder<'s> {
     stream: &'s Stream,
     records: Option<MappedHost<HoldRecord>>,
+    // Its code must stay loaded while it runs.
+    kernel: Option<Kernel>,
     longest: Duration,
 }
 
@@ -221,7 +223,12 @@ impl SmTools {
         // SAFETY: `records` holds `record_count` records and is freed only after every block has ended (or
         // never); the kernel writes nothing else.
         unsafe { self.holder.launch(stream.raw(), &config, &params) }?;
-        Ok(Holder { stream, records: Some(records), longest: spec.hold.max(spec.settle) })
+        Ok(Holder {
+            stream,
+            records: Some(records),
+            kernel: Some(self.holder.clone()),
+            longest: spec.hold.max(spec.settle),
+        })
     }
 }
 
@@ -296,6 +303,7 @@ impl Drop for Holder<'_> {
             && let Some(records) = self.records.take()
         {
             records.leak();
+            std::mem::forget(self.kernel.take());
         }
     }
 }

@@ -27,6 +27,7 @@ mod launch;
 mod memory;
 mod module;
 mod nvrtc;
+mod observe;
 mod probe;
 mod report;
 mod source;
@@ -43,10 +44,8 @@ pub use launch::{ClusterScheduling, LaunchAttributes, LaunchConfig, LaunchFlags,
 pub use memory::{MappedHost, Plain};
 pub use module::{Kernel, KernelParams, Module, Resources};
 pub use nvrtc::NVRTC_PATH_VARIABLE;
-pub use probe::{
-    ClusterObservation, ObserveOptions, ProbeRecord, ProbeRun, ProbeSpec, SmObservations, SmTools,
-    observe_sms,
-};
+pub use observe::{ClusterObservation, ObserveOptions, SmObservations, observe_sms};
+pub use probe::{ProbeRecord, ProbeRun, ProbeSpec, SmTools};
 pub use report::{KernelReport, compile_report};
 pub use source::{KernelSource, Layout};
 pub use stream::Stream;

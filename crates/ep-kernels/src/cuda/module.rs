@@ -82,14 +82,12 @@ impl Module {
         let symbol =
             CString::new(name).or_else(|_| invalid("Module::kernel", "NUL in the name"))?;
         let mut raw = std::ptr::null_mut();
+        let _current = device.make_current()?;
         // SAFETY: the library is loaded while `self` lives; `symbol` is NUL-terminated.
         device.check("cuLibraryGetKernel", unsafe {
             (device.driver().f.library_kernel)(&mut raw, self.inner.library, symbol.as_ptr())
         })?;
         let mut kernel = Kernel { raw, module: self.clone(), resources: Resources::default() };
-        let current = device.make_current()?;
-        kernel.load_here()?;
-        drop(current);
         kernel.resources = Resources {
             registers: kernel.attribute(REGISTERS)?,
             shared_bytes: kernel.attribute(SHARED_STATIC)?,
@@ -103,6 +101,7 @@ impl Module {
         if device.properties().clusters {
             kernel.set_attribute(NON_PORTABLE_CLUSTER, 1)?;
         }
+        kernel.load_here()?;
         Ok(kernel)
     }
 
@@ -178,7 +177,8 @@ impl Kernel {
     ///
     /// # Safety
     /// `stream` is a live stream of this kernel's device. Every address in `params` is valid on the device for
-    /// what the kernel does with it, until the kernel has ended.
+    /// what the kernel does with it, until the kernel has ended. Until then a handle of the kernel or of its module
+    /// is kept.
     ///
     /// # Errors
     /// Those of [`LaunchConfig::validate`], before anything happens, and the driver's.

@@ -114,7 +114,7 @@ impl Nvrtc {
         // SAFETY: both are valid for the call.
         self.check("nvrtcVersion", unsafe { (self.f.version)(&mut major, &mut minor) })?;
         let program = self.create("version", "")?;
-        self.compile(&program, "version", "compute_80", &["--gpu-architecture=compute_80".into()])?;
+        self.compile(&program, "version", "the default architecture", &[])?;
         let ptx = self.bytes("nvrtcGetPTX", &program, self.f.ptx_size, self.f.ptx)?;
         let build = build_of(&String::from_utf8_lossy(&ptx));
         Ok(format!("{major}.{minor}{build}"))
