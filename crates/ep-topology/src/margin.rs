@@ -15,7 +15,7 @@
 //! c·(k − 1) + Σ min(c − 1, |d|) = n − c + Σ min(c − 1, |d|)`, one less than assumed. ∎
 //!
 //! Two amendments keep it true on devices that hold fewer clusters than their domains' sizes say
-//! ([`Capacity`](crate::Capacity)): a domain known to host no cluster of this size may be free as a
+//! ([`Capacity`]): a domain known to host no cluster of this size may be free as a
 //! whole and counts `|d|` instead of `min(c − 1, |d|)`; and each of the `u` clusters that are missing
 //! without a known place may be the one that was counted on: `k + u` stands for `k` in the proof,
 //! which adds `c·u`.
