@@ -102,3 +102,7 @@ const _: () = {
     shared::<Event>();
     shared::<EpError>();
 };
+
+#[cfg(doctest)]
+#[doc = include_str!("../../../README.md")]
+struct Readme;

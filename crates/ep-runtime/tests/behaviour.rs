@@ -552,3 +552,38 @@ fn a_split_group_works_beside_its_parent() {
         }
     });
 }
+
+/// Which slot a rank receives into is its own choice; peers learn of it from its announcement.
+#[test]
+fn ranks_receive_into_different_slots() {
+    for bulk in [false, true] {
+        let builder = builder().transport(ep_runtime::ThreadTransport::new().bulk(bulk));
+        eps(3, &builder, |ep| {
+            let tokens = Tokens::new(ep.rank(), 6);
+            let handle = dispatch(&ep, &tokens, &opts(0)).unwrap().handle().clone();
+            let taken: Vec<_> =
+                (0..ep.rank()).map(|_| ep.combine_slot(&handle, &Queue::host()).unwrap()).collect();
+            let layout = Layout::ExpertMajor { alignment: 4 };
+            for opts in [opts(0), DispatchOpts { layout, ..opts(1) }] {
+                for precision in [Precision::Exact, Precision::Reduced] {
+                    let result = dispatch(&ep, &tokens, &opts).unwrap();
+                    let sources: Vec<_> =
+                        (0..result.num_rows()).filter_map(|i| result.rows().source(i)).collect();
+                    assert!(sources.is_sorted_by_key(|s| s.rank) || opts.layout == layout);
+                    let combine_opts = CombineOpts { precision, ..CombineOpts::default() };
+                    let out = combine(result, &combine_opts).unwrap();
+                    for t in 0..6 {
+                        let copies = match opts.layout == layout {
+                            true => TOPK,
+                            false => (0..3).filter(|&r| went_to(&ep, &tokens, t, r)).count(),
+                        };
+                        let x = tokens.rows[t * HIDDEN + 1];
+                        let sum = (1..copies).fold(x, |acc, _| acc + x);
+                        assert_eq!(out[t * HIDDEN + 1], sum, "token {t}");
+                    }
+                }
+            }
+            drop(taken);
+        });
+    }
+}
