@@ -261,7 +261,7 @@ impl Args {
         let shape =
             Shape { tokens, hidden: self.hidden.unwrap_or(base.hidden), topk, experts, ..base };
         let row = dtype.payload_bytes(shape.hidden);
-        if row % 16 != 0 {
+        if !row.is_multiple_of(16) {
             return Err(BenchError::Usage(format!(
                 "--hidden {} in {} makes rows of {row} bytes; rows must be a multiple of 16 bytes",
                 shape.hidden,

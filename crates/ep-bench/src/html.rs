@@ -137,11 +137,15 @@ struct Plot {
     series: Vec<(String, Vec<(f64, f64)>)>,
 }
 
+/// A name and how to find the number it stands for.
+type Size = (&'static str, fn(&Row) -> usize);
+/// A name, its unit and how to find the number.
+type Value = (&'static str, &'static str, fn(&Row) -> f64);
+
 impl Plot {
     fn of(rows: &[Row]) -> Vec<Plot> {
-        let sizes: [(&str, fn(&Row) -> usize); 2] =
-            [("tokens per rank", |r| r.tokens), ("ranks", |r| r.ranks)];
-        let values: [(&str, &str, fn(&Row) -> f64); 2] =
+        let sizes: [Size; 2] = [("tokens per rank", |r| r.tokens), ("ranks", |r| r.ranks)];
+        let values: [Value; 2] =
             [("Time", "µs", |r| r.p50_us), ("Rate", "GB/s", |r| r.logical_gbps)];
         let mut plots = Vec::new();
         for (size_name, size) in sizes {

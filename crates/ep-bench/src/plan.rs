@@ -156,6 +156,6 @@ mod tests {
         assert_eq!(traffic.expert_rows.iter().sum::<usize>(), 1600);
         case.alignment = 128;
         let padded = Traffic::of(&case).unwrap();
-        assert!(padded.expert_rows.iter().all(|n| n % 128 == 0 && *n >= 4 * 128));
+        assert!(padded.expert_rows.iter().all(|n| n.is_multiple_of(128) && *n >= 4 * 128));
     }
 }

@@ -107,8 +107,8 @@ fn processes_measure_and_leave_html_and_trace() {
 
 #[test]
 fn a_killed_rank_is_named_and_no_process_stays() {
-    let line = format!("dispatch --processes --timeout 5 --ranks 3 --tokens 64 --hidden 1024");
-    let mut command = program(&line);
+    let line = "dispatch --processes --timeout 5 --ranks 3 --tokens 64 --hidden 1024";
+    let mut command = program(line);
     // Long enough to be caught running.
     command.args(["--budget", "30"]).stdout(Stdio::piped()).stderr(Stdio::piped());
     let child = command.args(["--experts", "12"]).spawn();

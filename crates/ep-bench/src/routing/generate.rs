@@ -7,7 +7,7 @@ use crate::{BenchError, Result};
 
 pub(super) fn check_grouped(shape: &Shape) -> Result<()> {
     let Shape { experts, topk, .. } = *shape;
-    if experts % GROUPS != 0 || experts / GROUPS < 2 {
+    if !experts.is_multiple_of(GROUPS) || experts / GROUPS < 2 {
         return Err(BenchError::Usage(format!(
             "--routing grouped needs a multiple of {GROUPS} experts, at least {}; got {experts}",
             2 * GROUPS

@@ -210,7 +210,7 @@ fn read(
 fn npy(descr: &str, fortran: bool, dims: &str, data: &[u8]) -> Vec<u8> {
     let order = if fortran { "True" } else { "False" };
     let mut head = format!("{{'descr': '{descr}', 'fortran_order': {order}, 'shape': {dims}, }}");
-    while (head.len() + 11) % 64 != 0 {
+    while !(head.len() + 11).is_multiple_of(64) {
         head.push(' ');
     }
     head.push('\n');
