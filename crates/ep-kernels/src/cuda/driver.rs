@@ -230,11 +230,16 @@ pub(crate) fn open_first(
         match unsafe { Library::new(*name) } {
             Ok(opened) => return Ok(opened),
             // The first name is the canonical one: its message says most.
-            Err(error) if detail.is_empty() => detail = error.to_string(),
+            Err(error) if detail.is_empty() => detail = reason(&error),
             Err(_) => {}
         }
     }
     Err(CudaError::LibraryMissing { library, detail, remedy })
+}
+
+/// The loader's own words, which libloading keeps as the source of its error.
+fn reason(error: &libloading::Error) -> String {
+    std::error::Error::source(error).map_or_else(|| error.to_string(), ToString::to_string)
 }
 
 fn driver_version(library: &Library) -> Result<Version, CudaError> {
@@ -297,6 +302,8 @@ mod tests {
             text.contains("libcuda.so.1") && text.contains("install the NVIDIA driver"),
             "{text}"
         );
+        // The loader's words name the file it looked for.
+        assert!(text.contains("libcuda-that-is-not-there.so.1"), "{text}");
         assert!(matches!(error, CudaError::LibraryMissing { .. }));
     }
 
