@@ -133,6 +133,7 @@ impl Dispatched {
     }
 
     fn start(self, opts: &CombineOpts) -> Result<Parts> {
+        let _span = tracing::trace_span!("combine_send", lane = self.lane).entered();
         self.ep.usable(OP)?;
         let kind = self.outgoing()?;
         let format = self.output_format(OP, kind)?;
@@ -189,6 +190,7 @@ impl CombineSend {
         let parts = self.parts.as_ref().expect("taken once");
         check_out(&parts.lane.ep, &parts.handle.routing, parts.kind, &out)?;
         let parts = self.parts.take().expect("just seen");
+        let _span = tracing::trace_span!("combine_recv", lane = parts.lane.index).entered();
         parts.collect()?;
         parts.push()?;
         parts.pull()?;

@@ -93,6 +93,8 @@ impl Ep {
         opts: &DispatchOpts,
     ) -> Result<DispatchSend> {
         let _ = queue;
+        let tokens = payload.rows.len();
+        let _span = tracing::trace_span!("dispatch_send", lane = opts.lane, tokens).entered();
         Posted::new(&self.inner, &payload, &route, opts)?.send(&payload)
     }
 }
@@ -352,6 +354,7 @@ impl DispatchSend {
     pub fn recv(mut self, queue: &Queue) -> Result<Dispatched> {
         let _ = queue;
         let posted = self.parts.take().expect("taken once");
+        let _span = tracing::trace_span!("dispatch_recv", lane = posted.lane.index).entered();
         let Posted { lane, slot, mut routing, kind, capacity } = posted;
         let ep = lane.ep.clone();
         let deadline = ep.deadline();

@@ -72,9 +72,14 @@ pub use ep::{Ep, EpBuilder, Place};
 pub use ep_kernels::{
     DType, Element, Fp8E4M3, Ids, PayloadKind, Placement, SCALE_BLOCK, ScaleKind, bf16, f16,
 };
+/// Conversions of rows on the host: what an engine needs to send fp8, or to look into rows.
+pub mod cast {
+    pub use ep_kernels::host::{dequantize_fp8, narrow, quantize_fp8, widen};
+    pub use ep_kernels::{KernelError, Real};
+}
 pub use ep_transport::{
-    Deadline, ErrorKind, Group, ProcessTransport, Queue, Rendezvous, ThreadTransport, Transport,
-    TransportError,
+    AllGather, Deadline, ErrorKind, Fault, Group, Health, Link, Mapping, ProcessTransport, Put,
+    Queue, Reach, Rendezvous, ThreadTransport, Transport, TransportError, WindowSpec,
 };
 pub use error::EpError;
 pub use event::Event;
