@@ -27,10 +27,12 @@ pub(super) fn ready_agrees_with_wait(rank: Rank) -> Outcome {
             ensure!(start.elapsed() < rank.limit, "never ready");
             std::thread::yield_now();
         }
+        for &peer in &all {
+            ensure!(!end.link.ready(&[peer], 1), "rank {peer}'s other flag got set");
+        }
         end.try_wait(&all, 0, Duration::ZERO).map_err(|e| format!("ready, but: {e}"))?;
         for &peer in &all {
             ensure!(!end.link.ready(&[peer], 0), "rank {peer}'s flag was not reset");
-            ensure!(!end.link.ready(&[peer], 1), "rank {peer}'s other flag got set");
         }
         rank.barrier()?;
     }

@@ -42,6 +42,10 @@ pub(super) fn drops_in_any_order(rank: Rank) -> Outcome {
         drop(rank);
         drop(first);
     }
+    // So that the others wait while it closes its first link.
+    if me == all.len() - 1 {
+        std::thread::sleep(Duration::from_millis(50));
+    }
     for &peer in &all {
         second.send(peer, 0, 2_048, if me == all.len() - 1 { 2_048 } else { 0 })?;
         second.signal(peer, 0)?;
