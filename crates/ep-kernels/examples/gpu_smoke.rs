@@ -1,5 +1,6 @@
-//! Exercises everything of `ep_kernels::cuda` on every GPU, prints one JSON object and exits non-zero if any check
-//! failed. Usage: `gpu_smoke [ORDINAL...]`; without arguments all visible GPUs.
+//! Exercises everything of `ep_kernels::cuda` on every GPU, prints one JSON object and exits
+//! non-zero if any check failed. Usage: `gpu_smoke [ORDINAL...]`; without arguments all visible
+//! GPUs.
 
 use std::collections::BTreeSet;
 use std::process::ExitCode;

@@ -1,7 +1,7 @@
 // Keeps chosen SMs busy until a deadline of the global timer.
 //
-// Blocks on SMs that were not chosen stay for `settle_ns` first: one that left at once would make room for the
-// next block of this grid, which might then never reach a chosen SM.
+// Blocks on SMs that were not chosen stay for `settle_ns` first: one that left at once would make
+// room for the next block of this grid, which might then never reach a chosen SM.
 
 struct SmSet {
     u32 words[32];  // bit s%32 of word s/32: SM s is chosen
@@ -44,8 +44,9 @@ constexpr u32 HOLD_HOLDING = 2;
 constexpr u32 HOLD_ENDED = 3;  // a chosen block that has reached its deadline
 constexpr u32 HOLD_PASSED = 4;
 
-// Release at system scope: the host polls `state` with acquire loads while the kernel runs, and must then see
-// the fields written before it. The host polls its own memory; the GPU only ever writes there.
+// Release at system scope: the host polls `state` with acquire loads while the kernel runs, and
+// must then see the fields written before it. The host polls its own memory; the GPU only ever
+// writes there.
 __device__ inline void publish(HoldRecord* record, u32 state) {
     asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(&record->state), "r"(state) : "memory");
 }

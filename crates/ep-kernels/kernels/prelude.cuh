@@ -1,10 +1,12 @@
-// Text put before every kernel source. No header is included anywhere: NVRTC alone compiles the kernels.
+// Text put before every kernel source. No header is included anywhere: NVRTC alone compiles the
+// kernels.
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
-// Layout checks. The host defines EP_SIZE_<Struct> and EP_AT_<Struct>_<field> from its own `repr(C)` struct, so
-// a disagreement is a compile error here. A compiler without headers has no offsetof: the field is filled
-// with ones inside a zeroed struct and its bytes are looked for. Structs therefore spell out their padding.
+// Layout checks. The host defines EP_SIZE_<Struct> and EP_AT_<Struct>_<field> from its own
+// `repr(C)` struct, so a disagreement is a compile error here. A compiler without headers has no
+// offsetof: the field is filled with ones inside a zeroed struct and its bytes are looked for.
+// Structs therefore spell out their padding.
 template <typename T>
 struct EpBytes {
     unsigned char at[sizeof(T)];
@@ -28,7 +30,7 @@ __device__ constexpr bool ep_field_at(F T::*field, u64 offset) {
 #define EP_CHECK_FIELD(T, f) \
     static_assert(ep_field_at(&T::f, EP_AT_##T##_##f), "offset of " #T "::" #f " differs from the host's")
 
-// Nanoseconds of the GPU's global timer, common to all SMs of a GPU; it advances in steps of up to 1 us.
+// Nanoseconds of the GPU's global timer, common to all SMs of a GPU. It advances in coarse steps.
 __device__ inline u64 ep_globaltimer() {
     u64 now;
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
@@ -47,8 +49,8 @@ __device__ inline u32 ep_nsmid() {
     return count;
 }
 
-// Occupies the calling thread until the global timer reaches `deadline`. Reads no memory: a thread that polls
-// host memory over PCIe stalls every system-scope fence of other kernels.
+// Occupies the calling thread until the global timer reaches `deadline`. Reads no memory: a thread
+// that polls host memory over PCIe stalls every system-scope fence of other kernels.
 __device__ inline void ep_hold_until(u64 deadline) {
     while (ep_globaltimer() < deadline) asm volatile("nanosleep.u32 500;");
 }

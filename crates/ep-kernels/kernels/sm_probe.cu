@@ -1,7 +1,8 @@
 // Records which SM and which cluster every block ran on.
 //
-// The host gives each block so much shared memory that an SM holds one, and launches no more blocks than fit
-// at once; `hold_ns` keeps them resident until all are placed, so that one launch shows each SM at most once.
+// The host gives each block so much shared memory that an SM holds one, and launches no more blocks
+// than fit at once; `hold_ns` keeps them resident until all are placed, so that one launch shows
+// each SM at most once.
 
 struct ProbeRecord {
     u64 start_ns;
@@ -45,8 +46,8 @@ extern "C" __global__ void __launch_bounds__(32) sm_probe(const __grid_constant_
     asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(cluster_rank));
 #endif
     if (blockIdx.x < p.record_count) {
-        // Plain stores: the host reads them only after the stream has completed, and kernel completion orders
-        // every store of the kernel before what the host then sees.
+        // Plain stores: the host reads them only after the stream has completed, and kernel
+        // completion orders every store of the kernel before what the host then sees.
         ProbeRecord record;
         record.start_ns = start;
         record.smid = ep_smid();

@@ -1,7 +1,8 @@
 //! Compiled kernels on disk.
 //!
-//! One file per key. Writers put a complete file beside it and rename it into place, so a reader sees an old file,
-//! a new file or none; what it reads is checked against key and checksum, and anything else counts as absent.
+//! One file per key. Writers put a complete file beside it and rename it into place, so a reader
+//! sees an old file, a new file or none; what it reads is checked against key and checksum, and
+//! anything else counts as absent.
 
 use std::fmt::Write as _;
 use std::fs::{self, File, OpenOptions};
@@ -28,7 +29,8 @@ const ABANDONED_AFTER: Duration = Duration::from_secs(3600);
 pub struct CacheKey([u8; 32]);
 
 impl CacheKey {
-    /// The key of `source` compiled with `options` for `arch` by the compiler of version `compiler`.
+    /// The key of `source` compiled with `options` for `arch` by the compiler of version
+    /// `compiler`.
     pub fn new(source: &str, options: &[String], arch: &str, compiler: &str) -> Self {
         let mut hash = Sha256::new();
         let mut part = |text: &str| {
@@ -65,8 +67,8 @@ impl KernelCache {
         KernelCache { folder: folder.into() }
     }
 
-    /// The folder that [`CACHE_VARIABLE`] names, else one in the user's cache folder. `None` where the variable
-    /// is empty or there is no such folder.
+    /// The folder that [`CACHE_VARIABLE`] names, else one in the user's cache folder. `None` where
+    /// the variable is empty or there is no such folder.
     pub fn from_env() -> Option<Self> {
         if let Some(folder) = std::env::var_os(CACHE_VARIABLE) {
             return (!folder.is_empty()).then(|| Self::at(folder));
@@ -111,7 +113,8 @@ impl KernelCache {
         let written = file
             .write_all(&header(key, cubin))
             .and_then(|()| file.write_all(cubin))
-            // Renaming may reach the disk before the data does; the checksum catches what a crash leaves.
+            // Renaming may reach the disk before the data does; the checksum catches what a crash
+            // leaves.
             .and_then(|()| fs::rename(&temporary, self.path(key)));
         if written.is_err() {
             let _ = fs::remove_file(&temporary);
@@ -124,8 +127,8 @@ impl KernelCache {
         self.folder.join(format!("{}.cubin", key.hex()))
     }
 
-    /// A file of this writer alone: by process, and by a number inside it. Processes of two containers may share
-    /// folder and process id, hence `create_new` and another try.
+    /// A file of this writer alone: by process, and by a number inside it. Processes of two
+    /// containers may share folder and process id, hence `create_new` and another try.
     fn temporary(&self, key: &CacheKey) -> io::Result<(File, PathBuf)> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let mut last = io::Error::from(io::ErrorKind::AlreadyExists);
@@ -256,8 +259,8 @@ mod tests {
         assert_eq!(cache.load(&key("a")).as_deref(), Some(&b"cubin"[..]));
     }
 
-    /// Writers and readers race on one key while a vandal overwrites, truncates and deletes the file in place:
-    /// a reader gets a whole payload of some writer, or nothing.
+    /// Writers and readers race on one key while a vandal overwrites, truncates and deletes the
+    /// file in place: a reader gets a whole payload of some writer, or nothing.
     #[test]
     fn concurrent_writers_readers_and_damage() {
         let folder = Folder::new("race");
@@ -307,7 +310,11 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_damage_is_noticed(payload in proptest::collection::vec(any::<u8>(), 1..300), at in any::<prop::sample::Index>(), flip in 1u8..) {
+        fn any_damage_is_noticed(
+            payload in proptest::collection::vec(any::<u8>(), 1..300),
+            at in any::<prop::sample::Index>(),
+            flip in 1u8..,
+        ) {
             let key = key("a");
             let mut bytes = header(&key, &payload).to_vec();
             bytes.extend(&payload);

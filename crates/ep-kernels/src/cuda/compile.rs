@@ -42,8 +42,8 @@ impl Arch {
     }
 }
 
-/// As the compiler spells it. From 9.0 on with the suffix `a`: `sm_90a` code runs on 9.0 alone, and so does any
-/// cubin on its own architecture.
+/// As the compiler spells it. From 9.0 on with the suffix `a`: `sm_90a` code runs on 9.0 alone, and
+/// so does any cubin on its own architecture.
 impl fmt::Display for Arch {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let suffix = if self.major >= 9 { "a" } else { "" };
@@ -162,7 +162,8 @@ impl Compiler {
         self.nvrtc.version()
     }
 
-    /// The cubin of a source: from the cache, else compiled and stored. A cache that cannot be used is a warning.
+    /// The cubin of a source: from the cache, else compiled and stored. A cache that cannot be used
+    /// is a warning.
     ///
     /// # Errors
     /// The source does not compile, or NVRTC fails.
@@ -183,7 +184,8 @@ impl Compiler {
         Ok(Cubin { name, bytes, cached: false })
     }
 
-    /// Compiles a text, past the cache. Returns the cubin and the compiler's messages with `ptxas -v`'s.
+    /// Compiles a text, past the cache. Returns the cubin and the compiler's messages with `ptxas
+    /// -v`'s.
     ///
     /// # Errors
     /// The text does not compile, or NVRTC fails.
@@ -212,7 +214,8 @@ impl fmt::Debug for Compiler {
     }
 }
 
-/// Multiply and add stay separate, and nothing is flushed to zero: results must equal the host's bit by bit.
+/// Multiply and add stay separate, and nothing is flushed to zero: results must equal the host's
+/// bit by bit.
 fn options_for(arch: Arch) -> Vec<String> {
     [
         &format!("--gpu-architecture={arch}"),

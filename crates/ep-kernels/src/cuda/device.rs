@@ -11,8 +11,8 @@ use super::stream::Stream;
 
 /// A GPU with its primary context, the one that engines in this process share.
 ///
-/// Cloning is cheap. Nothing here changes which context is current on the calling thread, except on a thread
-/// that has none.
+/// Cloning is cheap. Nothing here changes which context is current on the calling thread, except on
+/// a thread that has none.
 #[derive(Clone)]
 pub struct Device {
     inner: Arc<Inner>,
@@ -118,7 +118,8 @@ impl Device {
         &self.inner.context
     }
 
-    /// Lowest and highest priority of streams, as `(least, greatest)`; the greatest is the smaller number.
+    /// Lowest and highest priority of streams, as `(least, greatest)`; the greatest is the smaller
+    /// number.
     ///
     /// # Errors
     /// The driver's.
@@ -188,7 +189,8 @@ impl Current {
 impl Drop for Current {
     fn drop(&mut self) {
         let mut popped = std::ptr::null_mut();
-        // SAFETY: pops what `push` pushed: guards live on one thread's stack and drop in reverse order.
+        // SAFETY: pops what `push` pushed: guards live on one thread's stack and drop in reverse
+        // order.
         let code = unsafe { (self.driver.f.ctx_pop)(&mut popped) };
         if code != 0 {
             tracing::warn!(code, "cuCtxPopCurrent failed");

@@ -1,8 +1,8 @@
 //! The CUDA driver: opened at run time, probed before anything else touches it.
 //!
-//! cudarc panics where the driver or one of its functions is missing. This module therefore opens the library
-//! first and looks up by name every function whose presence or structs differ between CUDA versions; cudarc is
-//! called only for functions that every driver this accepts has.
+//! cudarc panics where the driver or one of its functions is missing. This module therefore opens
+//! the library first and looks up by name every function whose presence or structs differ between
+//! CUDA versions; cudarc is called only for functions that every driver this accepts has.
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::sync::OnceLock;
@@ -38,8 +38,8 @@ pub(crate) struct RawLaunchConfig {
 }
 const _: () = assert!(size_of::<RawLaunchConfig>() == 56);
 
-/// `CUdevResource` (ABI version 1) of type SM: 144 bytes in every CUDA version that has it. Fields that came
-/// after CUDA 12.4 lie in what was padding then; an older driver leaves them zero.
+/// `CUdevResource` (ABI version 1) of type SM: 144 bytes in every CUDA version that has it. Fields
+/// that came after CUDA 12.4 lie in what was padding then; an older driver leaves them zero.
 #[repr(C, align(8))]
 #[derive(Clone, Copy)]
 pub(crate) struct RawSmResource {
@@ -58,7 +58,8 @@ macro_rules! driver_functions {
         required { $($name:ident: $symbol:literal ($($arg:ty),*);)* }
         optional { $($opt:ident: $opt_symbol:literal ($($opt_arg:ty),*);)* }
     ) => {
-        /// Function pointers of the driver; valid for the life of the process, since the library stays open.
+        /// Function pointers of the driver; valid for the life of the process, since the library
+        /// stays open.
         pub(crate) struct Functions {
             $(pub $name: unsafe extern "C" fn($($arg),*) -> CuResult,)*
             $(pub $opt: Option<unsafe extern "C" fn($($opt_arg),*) -> CuResult>,)*
@@ -154,8 +155,8 @@ impl Driver {
     /// The driver, opened and initialised by the first call.
     ///
     /// # Errors
-    /// Library or function missing, driver too old, no GPU, or a failed `cuInit`. The answer is remembered for
-    /// the life of the process.
+    /// Library or function missing, driver too old, no GPU, or a failed `cuInit`. The answer is
+    /// remembered for the life of the process.
     pub fn get() -> Result<&'static Driver, CudaError> {
         static DRIVER: OnceLock<Result<Driver, CudaError>> = OnceLock::new();
         // Both names are among those that cudarc tries, so it finds the driver wherever this does.
@@ -208,7 +209,8 @@ impl Driver {
         lookup: unsafe extern "C" fn(CuResult, *mut *const c_char) -> CuResult,
     ) -> Option<String> {
         let mut text = std::ptr::null();
-        // SAFETY: the driver stores a pointer to a static string, or null for a code it does not know.
+        // SAFETY: the driver stores a pointer to a static string, or null for a code it does not
+        // know.
         let status = unsafe { lookup(code, &mut text) };
         if status != 0 || text.is_null() {
             return None;

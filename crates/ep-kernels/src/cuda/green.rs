@@ -41,7 +41,8 @@ impl SmResource {
         self.raw.sm_count
     }
 
-    /// The smallest part that can be split off, SMs. 0: the driver (older than CUDA 13.0) does not say.
+    /// The smallest part that can be split off, SMs. 0: the driver (older than CUDA 13.0) does not
+    /// say.
     pub fn min_partition(&self) -> u32 {
         self.raw.min_partition
     }
@@ -51,12 +52,13 @@ impl SmResource {
         self.raw.coscheduled_alignment
     }
 
-    /// Splits off `groups` parts of at least `sms` SMs each. The driver rounds up (on compute capability 9.0 to
-    /// multiples of 8): ask each part for its [`SmResource::sms`]. Also returns what remains, if anything.
+    /// Splits off `groups` parts of at least `sms` SMs each. The driver rounds up (on compute
+    /// capability 9.0 to multiples of 8): ask each part for its [`SmResource::sms`]. Also returns
+    /// what remains, if anything.
     ///
     /// # Errors
-    /// More SMs than there are, fewer parts possible than asked for, a driver without green contexts, or its
-    /// refusal.
+    /// More SMs than there are, fewer parts possible than asked for, a driver without green
+    /// contexts, or its refusal.
     pub fn split(
         &self,
         groups: u32,
@@ -262,8 +264,8 @@ mod tests {
         let mut raw = empty();
         raw.kind = TYPE_SM;
         raw.sm_count = 132;
-        // SAFETY: same size (asserted above), the type is one of the enum's, and the pointer of later versions
-        // at the end is null.
+        // SAFETY: same size (asserted above), the type is one of the enum's, and the pointer of
+        // later versions at the end is null.
         let theirs = unsafe { *std::ptr::from_ref(&raw).cast::<sys::CUdevResource>() };
         assert_eq!(theirs.type_, sys::CUdevResourceType::CU_DEV_RESOURCE_TYPE_SM);
         // SAFETY: the union holds the SM resource.

@@ -135,10 +135,11 @@ pub struct HoldSpec {
     pub hold: Duration,
     /// How long blocks on other SMs stay: long enough that all blocks are placed before one leaves.
     pub settle: Duration,
-    /// No block stays past this instant of the GPU's global timer, nanoseconds. `u64::MAX`: no such instant.
+    /// No block stays past this instant of the GPU's global timer, nanoseconds. `u64::MAX`: no such
+    /// instant.
     pub deadline_ns: u64,
-    /// Dynamic shared memory per block, bytes. `None`: all there is, so that nothing that uses shared memory
-    /// runs beside it.
+    /// Dynamic shared memory per block, bytes. `None`: all there is, so that nothing that uses
+    /// shared memory runs beside it.
     pub shared_bytes: Option<u32>,
 }
 
@@ -155,7 +156,8 @@ impl HoldSpec {
         }
     }
 
-    /// These SMs of a device with `device_sms` of them, by launching everywhere and leaving the others.
+    /// These SMs of a device with `device_sms` of them, by launching everywhere and leaving the
+    /// others.
     pub fn chosen(device_sms: u32, sms: SmSet, hold: Duration) -> Self {
         HoldSpec { sms, ..Self::anywhere(device_sms, hold) }
     }
@@ -179,7 +181,8 @@ pub struct HoldReport {
     pub held: Vec<u32>,
     /// When the last block started, by the GPU's global timer, nanoseconds.
     pub last_start_ns: u64,
-    /// When the first of the blocks that stayed left. Something that started before this started beside them.
+    /// When the first of the blocks that stayed left. Something that started before this started
+    /// beside them.
     pub first_end_ns: u64,
     /// When the last of them left.
     pub last_end_ns: u64,
@@ -189,8 +192,8 @@ impl SmTools {
     /// Launches the holder and returns at once.
     ///
     /// # Errors
-    /// More blocks than SMs (the rest would start only when others end), a hold or settle time of more than ten
-    /// seconds, or the driver's.
+    /// More blocks than SMs (the rest would start only when others end), a hold or settle time of
+    /// more than ten seconds, or the driver's.
     pub fn hold<'s>(&self, stream: &'s Stream, spec: &HoldSpec) -> Result<Holder<'s>, CudaError> {
         const OP: &str = "hold";
         let properties = self.device.properties();
@@ -220,8 +223,8 @@ impl SmTools {
             reserved: 0,
             chosen: spec.sms,
         };
-        // SAFETY: `records` holds `record_count` records and is freed only after every block has ended (or
-        // never); the kernel writes nothing else.
+        // SAFETY: `records` holds `record_count` records and is freed only after every block has
+        // ended (or never); the kernel writes nothing else.
         unsafe { self.holder.launch(stream.raw(), &config, &params) }?;
         Ok(Holder {
             stream,
@@ -233,7 +236,8 @@ impl SmTools {
 }
 
 impl Holder<'_> {
-    /// Waits until every block has started and those on other SMs have left. Returns the SMs held, ascending.
+    /// Waits until every block has started and those on other SMs have left. Returns the SMs held,
+    /// ascending.
     ///
     /// # Errors
     /// Not so within `limit`, or a failure on the device.
@@ -265,7 +269,8 @@ impl Holder<'_> {
         reached: impl Fn(u32) -> bool,
     ) -> Result<(), CudaError> {
         poll(operation, limit, || {
-            // Before the states, so that a stream found idle cannot hide a late write; also reports failures.
+            // Before the states, so that a stream found idle cannot hide a late write; also reports
+            // failures.
             let idle = self.stream.is_idle()?;
             if self.states().all(&reached) {
                 return Ok(Some(()));
@@ -282,8 +287,9 @@ impl Holder<'_> {
         let records = self.records.as_ref();
         (0..records.map_or(0, MappedHost::len)).filter_map(move |block| {
             let record = records?.pointer(block)?;
-            // SAFETY: in bounds, aligned, and alive as long as `self`. Acquire pairs with the kernel's
-            // st.release.sys: what a block wrote before its state is visible after this load.
+            // SAFETY: in bounds, aligned, and alive as long as `self`. Acquire pairs with the
+            // kernel's st.release.sys: what a block wrote before its state is visible after this
+            // load.
             Some(unsafe { AtomicU32::from_ptr(&raw mut (*record).state) }.load(Ordering::Acquire))
         })
     }
@@ -363,7 +369,9 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_set_holds_what_it_was_given(ids in proptest::collection::btree_set(0u32..SmSet::CAPACITY, 0..200)) {
+        fn a_set_holds_what_it_was_given(
+            ids in proptest::collection::btree_set(0u32..SmSet::CAPACITY, 0..200),
+        ) {
             let set = SmSet::of(ids.iter().copied()).unwrap();
             let rest = SmSet::all_but(ids.iter().copied()).unwrap();
             for id in 0..SmSet::CAPACITY {

@@ -22,7 +22,8 @@ bitflags! {
     }
 }
 
-/// Memory synchronisation domain: a fence waits only for operations of its own domain. `CUlaunchMemSyncDomain`.
+/// Memory synchronisation domain: a fence waits only for operations of its own domain.
+/// `CUlaunchMemSyncDomain`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 #[repr(u32)]
 pub enum MemSyncDomain {
@@ -294,7 +295,8 @@ mod tests {
         }
     }
 
-    /// Against cudarc's bindings, which bindgen wrote from cuda.h: an independent statement of the same layout.
+    /// Against cudarc's bindings, which bindgen wrote from cuda.h: an independent statement of the
+    /// same layout.
     #[test]
     fn encoding_agrees_with_the_bindings_of_cuda_h() {
         use cudarc::driver::sys;
@@ -313,7 +315,8 @@ mod tests {
             .with_mem_sync_domain(MemSyncDomain::Remote)
             .with_cluster_scheduling(ClusterScheduling::LoadBalancing)
             .encode();
-        // SAFETY: same size and alignment (asserted above), and every identifier is one of the enum's (below).
+        // SAFETY: same size and alignment (asserted above), and every identifier is one of the
+        // enum's (below).
         let read = |raw: &RawAttribute| unsafe {
             *std::ptr::from_ref(raw).cast::<sys::CUlaunchAttribute>()
         };
@@ -402,15 +405,26 @@ mod tests {
 
     proptest! {
         #[test]
-        fn every_flag_is_encoded_once_and_in_order(bits in 0u32..64, cluster in 1u32..=16, priority in -5i32..=0) {
-            let mut attributes = LaunchAttributes::plain();
+        fn every_flag_is_encoded_once_and_in_order(
+            bits in 0u32..64,
+            cluster in 1u32..=16,
+            priority in -5i32..=0,
+        ) {
             let flags = LaunchFlags::from_bits_truncate(bits);
-            if flags.contains(LaunchFlags::COOPERATIVE) { attributes = attributes.with_cooperative(); }
-            if flags.contains(LaunchFlags::CLUSTER) { attributes = attributes.with_cluster(cluster); }
-            if flags.contains(LaunchFlags::PRIORITY) { attributes = attributes.with_priority(priority); }
-            if flags.contains(LaunchFlags::PROGRAMMATIC_SERIALIZATION) { attributes = attributes.with_programmatic_serialization(); }
-            if flags.contains(LaunchFlags::MEM_SYNC_DOMAIN) { attributes = attributes.with_mem_sync_domain(MemSyncDomain::Remote); }
-            if flags.contains(LaunchFlags::CLUSTER_SCHEDULING) { attributes = attributes.with_cluster_scheduling(ClusterScheduling::Spread); }
+            let setters: [(LaunchFlags, &dyn Fn(LaunchAttributes) -> LaunchAttributes); 6] = [
+                (LaunchFlags::COOPERATIVE, &|a| a.with_cooperative()),
+                (LaunchFlags::CLUSTER, &|a| a.with_cluster(cluster)),
+                (LaunchFlags::PRIORITY, &|a| a.with_priority(priority)),
+                (LaunchFlags::PROGRAMMATIC_SERIALIZATION, &|a| a.with_programmatic_serialization()),
+                (LaunchFlags::MEM_SYNC_DOMAIN, &|a| a.with_mem_sync_domain(MemSyncDomain::Remote)),
+                (LaunchFlags::CLUSTER_SCHEDULING, &|a| {
+                    a.with_cluster_scheduling(ClusterScheduling::Spread)
+                }),
+            ];
+            let attributes = setters
+                .iter()
+                .filter(|(flag, _)| flags.contains(*flag))
+                .fold(LaunchAttributes::plain(), |attributes, (_, set)| set(attributes));
             prop_assert_eq!(attributes.flags(), flags);
             let list = attributes_of(&attributes.encode());
             prop_assert_eq!(list.len() as u32, bits.count_ones());

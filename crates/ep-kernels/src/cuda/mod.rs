@@ -1,8 +1,8 @@
-//! GPUs: driver, run-time compilation, launches with attributes, partitions of SMs, and the two kernels that
-//! observe and occupy SMs.
+//! GPUs: driver, run-time compilation, launches with attributes, partitions of SMs, and the two
+//! kernels that observe and occupy SMs.
 //!
-//! Nothing links CUDA: libcuda and libnvrtc are opened when first needed, and where one is missing, too old or
-//! without a GPU the answer is a [`CudaError`] that names the library and what to do.
+//! Nothing links CUDA: libcuda and libnvrtc are opened when first needed, and where one is missing,
+//! too old or without a GPU the answer is a [`CudaError`] that names the library and what to do.
 //!
 //! ```no_run
 //! use ep_kernels::cuda::{Compiler, Device, ObserveOptions, SmTools};

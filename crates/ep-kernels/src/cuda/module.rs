@@ -15,8 +15,8 @@ use super::stream::Stream;
 /// A type that a kernel takes as its one parameter.
 ///
 /// # Safety
-/// [`Plain`], at most 4 KiB, and laid out as the struct of the kernel it is passed to; the kernel's source
-/// asserts that.
+/// [`Plain`], at most 4 KiB, and laid out as the struct of the kernel it is passed to; the kernel's
+/// source asserts that.
 pub unsafe trait KernelParams: Plain {}
 
 /// `CUfunction_attribute`, cuda.h.
@@ -28,7 +28,8 @@ const NON_PORTABLE_CLUSTER: c_int = 14;
 
 /// A cubin loaded on a device. Its kernels keep it loaded.
 ///
-/// Kernels belong to no context: the same one launches into the primary context and into green contexts.
+/// Kernels belong to no context: the same one launches into the primary context and into green
+/// contexts.
 #[derive(Clone)]
 pub struct Module {
     inner: Arc<ModuleInner>,
@@ -54,8 +55,8 @@ impl Module {
         let mut library = std::ptr::null_mut();
         let none = std::ptr::null_mut;
         let _current = device.make_current()?;
-        // SAFETY: `cubin` is a complete image, checked by its checksum or fresh from the compiler; the driver
-        // copies it. No options are passed.
+        // SAFETY: `cubin` is a complete image, checked by its checksum or fresh from the compiler;
+        // the driver copies it. No options are passed.
         device.check("cuLibraryLoadData", unsafe {
             (device.driver().f.library_load)(
                 &mut library,
@@ -72,8 +73,8 @@ impl Module {
         Ok(Module { inner: Arc::new(ModuleInner { library, device: device.clone(), name }) })
     }
 
-    /// A kernel by its name, made ready to launch: its code is on the device when this returns, so a first
-    /// launch loads nothing while another rank waits.
+    /// A kernel by its name, made ready to launch: its code is on the device when this returns, so
+    /// a first launch loads nothing while another rank waits.
     ///
     /// # Errors
     /// No kernel of that name, or the driver's.
@@ -93,8 +94,8 @@ impl Module {
             shared_bytes: kernel.attribute(SHARED_STATIC)?,
             local_bytes: kernel.attribute(LOCAL_BYTES)?,
         };
-        // Set once, to the most there is: a launch still asks for what it needs, and setting it per launch
-        // would race between threads.
+        // Set once, to the most there is: a launch still asks for what it needs, and setting it per
+        // launch would race between threads.
         let most =
             device.properties().shared_per_block.saturating_sub(kernel.resources.shared_bytes);
         kernel.set_attribute(MAX_DYNAMIC_SHARED, most)?;
@@ -176,9 +177,9 @@ impl Kernel {
     /// Launches on a stream. Returns as soon as the driver has the launch.
     ///
     /// # Safety
-    /// `stream` is a live stream of this kernel's device. Every address in `params` is valid on the device for
-    /// what the kernel does with it, until the kernel has ended. Until then a handle of the kernel or of its module
-    /// is kept.
+    /// `stream` is a live stream of this kernel's device. Every address in `params` is valid on the
+    /// device for what the kernel does with it, until the kernel has ended. Until then a handle of
+    /// the kernel or of its module is kept.
     ///
     /// # Errors
     /// Those of [`LaunchConfig::validate`], before anything happens, and the driver's.
@@ -193,8 +194,9 @@ impl Kernel {
         self.device().ensure_current()?;
         let mut argument: *mut c_void = std::ptr::from_ref(params).cast_mut().cast();
         self.with_raw(stream, config, |raw| {
-            // SAFETY: the kernel takes one parameter laid out as `P` (its source asserts that), which the
-            // driver copies before returning; stream and addresses are the caller's promise.
+            // SAFETY: the kernel takes one parameter laid out as `P` (its source asserts that),
+            // which the driver copies before returning; stream and addresses are the caller's
+            // promise.
             self.device().check("cuLaunchKernelEx", unsafe {
                 (self.device().driver().f.launch)(
                     raw,
@@ -227,8 +229,8 @@ impl Kernel {
         Ok(blocks.max(0) as u32)
     }
 
-    /// How many clusters of a launch can be resident at once, on the SMs of `stream` or, without one, on the
-    /// whole device. 0: the device holds no cluster of that size.
+    /// How many clusters of a launch can be resident at once, on the SMs of `stream` or, without
+    /// one, on the whole device. 0: the device holds no cluster of that size.
     ///
     /// # Errors
     /// No clusters on this device, arguments out of range, or the driver's.
@@ -353,7 +355,8 @@ impl Kernel {
 
     fn set_attribute(&self, which: c_int, value: u32) -> Result<(), CudaError> {
         let device = self.device();
-        // SAFETY: called once, before the kernel is handed out, so no other thread sets it meanwhile.
+        // SAFETY: called once, before the kernel is handed out, so no other thread sets it
+        // meanwhile.
         device.check("cuKernelSetAttribute", unsafe {
             (device.driver().f.kernel_set_attribute)(
                 which,

@@ -63,15 +63,16 @@ nvrtc_functions! {
     ptx: "nvrtcGetPTX" (Program, *mut c_char) -> NvrtcResult;
 }
 
-/// The opened compiler. Never closed: it keeps state in the process that does not survive being unloaded.
+/// The opened compiler. Never closed: it keeps state in the process that does not survive being
+/// unloaded.
 pub(crate) struct Nvrtc {
     f: Functions,
     version: String,
 }
 
 impl Nvrtc {
-    /// Opens `path` (a file or a folder), else what [`NVRTC_PATH_VARIABLE`] names, else the first one found on
-    /// the loader's path and in the usual places.
+    /// Opens `path` (a file or a folder), else what [`NVRTC_PATH_VARIABLE`] names, else the first
+    /// one found on the loader's path and in the usual places.
     pub(crate) fn open(path: Option<&Path>) -> Result<Nvrtc, CudaError> {
         let named = path.map(PathBuf::from).or_else(|| {
             std::env::var_os(NVRTC_PATH_VARIABLE)
@@ -255,8 +256,8 @@ fn open_at(path: &Path) -> Result<Library, CudaError> {
     open_first(&[&file.to_string_lossy()], LIBNVRTC, REMEDY)
 }
 
-/// libnvrtc opens `libnvrtc-builtins` by name when it first compiles and has no run path of its own; outside
-/// the loader's path that fails unless the library is in the process already.
+/// libnvrtc opens `libnvrtc-builtins` by name when it first compiles and has no run path of its
+/// own; outside the loader's path that fails unless the library is in the process already.
 fn preload_builtins(libnvrtc: &Path) {
     let Some(entries) = libnvrtc.parent().and_then(|folder| std::fs::read_dir(folder).ok()) else {
         return;

@@ -13,12 +13,13 @@ use super::stream::Stream;
 
 /// `CUDA_ERROR_INVALID_CLUSTER_SIZE`.
 const INVALID_CLUSTER_SIZE: i32 = 912;
-/// Cluster sizes asked for. Beyond the powers of two, sizes that fill a domain of 16 or 18 SMs differently.
+/// Cluster sizes asked for. Beyond the powers of two, sizes that fill a domain of 16 or 18 SMs
+/// differently.
 const SIZES: [u32; 8] = [1, 2, 4, 8, 10, 12, 14, 16];
 
 impl SmTools {
-    /// Observes which SMs there are and which share clusters. Takes some tens of milliseconds on a GPU that is
-    /// otherwise idle; beside other work it sees less.
+    /// Observes which SMs there are and which share clusters. Takes some tens of milliseconds on a
+    /// GPU that is otherwise idle; beside other work it sees less.
     ///
     /// # Errors
     /// Not done within `options.limit`, records that contradict the launch, or the driver's.
@@ -53,7 +54,8 @@ impl SmTools {
         })
     }
 
-    /// Sizes to launch, with how many such clusters fit at once; 0 for sizes this device does not have.
+    /// Sizes to launch, with how many such clusters fit at once; 0 for sizes this device does not
+    /// have.
     fn cluster_sizes(&self) -> Result<Vec<(u32, u32)>, CudaError> {
         let properties = self.device.properties();
         if !properties.clusters {
@@ -142,7 +144,8 @@ impl Observing<'_> {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ObserveOptions {
-    /// Launches per cluster size. More of them show more of the pairs of SMs that may share a cluster.
+    /// Launches per cluster size. More of them show more of the pairs of SMs that may share a
+    /// cluster.
     pub launches: u32,
     /// Launches of fewer blocks than SMs are made for every margin from 1 to this.
     pub margins: u32,
@@ -177,8 +180,8 @@ pub struct SmObservations {
     pub sm_ids: Vec<u32>,
     /// By cluster size, ascending.
     pub sizes: Vec<ClusterObservation>,
-    /// The SMs that a plain launch of one block per SM left free, for margins of 1, 2, … SMs: where this device
-    /// leaves room when nothing tells it to.
+    /// The SMs that a plain launch of one block per SM left free, for margins of 1, 2, … SMs: where
+    /// this device leaves room when nothing tells it to.
     pub left_free: Vec<Vec<u32>>,
     /// Launches made.
     pub launches: u32,
@@ -283,7 +286,8 @@ mod tests {
             spoil(&mut records);
             match group(&records, 2) {
                 Err(error) => assert!(error.to_string().contains(expected), "{error}"),
-                // Two blocks of a cluster on one SM are no contradiction: that is what `disturbed` counts.
+                // Two blocks of a cluster on one SM are no contradiction: that is what `disturbed`
+                // counts.
                 Ok(_) => assert!(expected.is_empty()),
             }
         }

@@ -171,19 +171,20 @@ impl SmTools {
             record_count: records.len() as u32,
             reserved: 0,
         };
-        // SAFETY: `records` holds `record_count` records and is freed only after the stream has completed (or
-        // never); the kernel writes nothing else.
+        // SAFETY: `records` holds `record_count` records and is freed only after the stream has
+        // completed (or never); the kernel writes nothing else.
         unsafe { self.probe.launch(stream.raw(), config, &params) }
     }
 }
 
-/// All the shared memory a block of this kernel may have, so that an SM holds no second block of any kernel that
-/// needs some too.
+/// All the shared memory a block of this kernel may have, so that an SM holds no second block of
+/// any kernel that needs some too.
 pub(crate) fn whole_sm(properties: &DeviceProperties, kernel: &Kernel) -> u32 {
     properties.shared_per_block.saturating_sub(kernel.resources().shared_bytes)
 }
 
-/// A probe that was launched. Dropping it waits a little; what the GPU may still write is never freed.
+/// A probe that was launched. Dropping it waits a little; what the GPU may still write is never
+/// freed.
 #[derive(Debug)]
 pub struct ProbeRun<'s> {
     stream: &'s Stream,

@@ -36,8 +36,8 @@ impl KernelReport {
 /// Compiles every kernel of this crate for `archs`, past the cache, and says what each takes.
 ///
 /// # Errors
-/// A source that does not compile, or messages that lack a kernel or a figure: no report is better than one
-/// that shows nothing spilled because nothing was read.
+/// A source that does not compile, or messages that lack a kernel or a figure: no report is better
+/// than one that shows nothing spilled because nothing was read.
 pub fn compile_report(compiler: &Compiler, archs: &[Arch]) -> Result<Vec<KernelReport>, CudaError> {
     let mut reports = Vec::new();
     for source in KernelSource::all() {

@@ -21,8 +21,8 @@ pub struct Layout {
     pub(crate) fields: &'static [(&'static str, usize)],
 }
 
-/// The [`Layout`] of a `repr(C)` struct under the same name. Name every field that is no array (the kernel's
-/// check cannot take those), so that it covers every byte.
+/// The [`Layout`] of a `repr(C)` struct under the same name. Name every field that is no array (the
+/// kernel's check cannot take those), so that it covers every byte.
 macro_rules! layout {
     ($name:ident { $($field:ident),* $(,)? }) => {
         $crate::cuda::source::Layout {
@@ -37,8 +37,8 @@ pub(crate) use layout;
 const PRELUDE: &str = include_str!("../../kernels/prelude.cuh");
 
 impl KernelSource {
-    /// The text that is compiled: the prelude, the host's layouts as macros, the source. Error messages count
-    /// lines of the source.
+    /// The text that is compiled: the prelude, the host's layouts as macros, the source. Error
+    /// messages count lines of the source.
     pub fn assemble(&self) -> String {
         let mut text = String::with_capacity(PRELUDE.len() + self.text.len() + 1024);
         text.push_str("#line 1 \"prelude.cuh\"\n");
