@@ -99,6 +99,9 @@ impl Room {
     fn finish(&mut self, out: &mut Out) {
         let parts: Vec<Part> =
             self.parts.iter_mut().map(|part| part.take().expect("all are here")).collect();
+        // Whoever was told that others are absent has given up.
+        let waiting = parts.iter().zip(self.members.iter().copied());
+        let waiting = waiting.filter(|(part, _)| part.until.is_some());
         let total: u64 = parts.iter().map(|part| part.bytes.len() as u64).sum();
         let failure = if parts.iter().any(|part| part.op != parts[0].op) {
             Failure::Operations(parts.iter().map(|part| part.op.clone()).collect())
@@ -111,9 +114,9 @@ impl Room {
             let message = Message::Gathered { group: self.id.clone(), seq: parts[0].seq, lens };
             let bytes: Vec<&[u8]> = parts.iter().map(|part| part.bytes.as_slice()).collect();
             let frame = encode_parts(&message, &bytes);
-            return self.members.iter().for_each(|&rank| out.send(rank, frame.clone()));
+            return waiting.for_each(|(_, rank)| out.send(rank, frame.clone()));
         };
-        for (part, &rank) in parts.iter().zip(&self.members) {
+        for (part, rank) in waiting {
             out.send(rank, self.failed(part.seq, failure.clone()));
         }
     }
@@ -141,7 +144,7 @@ impl Room {
         }
         if self.parts[seat].is_none() {
             for other in 0..self.members.len() {
-                if let Some(part) = self.parts[other].take() {
+                if let Some(part) = self.parts[other].take_if(|part| part.until.is_some()) {
                     let failure = Failure::Left(seat as u32);
                     out.send(self.members[other], self.failed(part.seq, failure));
                 }
