@@ -138,7 +138,7 @@ impl Job {
             let (expert, rank) = counts.split_at(experts);
             self.matrix.set(source, expert, rank).map_err(failed)?;
         }
-        self.matrix.finish().map_err(failed)?;
+        self.matrix.finish(0).map_err(failed)?;
         let end = Instant::now();
         Ok([layout - start, notify - layout, end - notify])
     }

@@ -140,7 +140,7 @@ fn expand(
     let mut matrix = CountMatrix::new();
     matrix.reset(placement);
     matrix.set(0, &layout.expert_counts, &layout.rank_counts)?;
-    matrix.finish()?;
+    matrix.finish(0)?;
     let (mut offsets, mut counts) = (Vec::new(), Vec::new());
     matrix.expert_offsets(0, 1, &mut offsets);
     matrix.counts(0, &mut counts);

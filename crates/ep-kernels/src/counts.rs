@@ -2,11 +2,13 @@
 
 use crate::{KernelError, Placement};
 
-/// How many rows every rank sends to every expert and rank, with the prefix sums that turn counts
-/// into places.
+/// How many rows every rank sends to every expert and rank, with the sums that turn counts into
+/// places.
 ///
-/// [`CountMatrix::reset`], fill [`Self::expert`] and [`Self::rank`] (or [`CountMatrix::set`]), then
-/// [`CountMatrix::finish`]; the other methods answer for what the last `finish` saw. Reusable.
+/// [`CountMatrix::reset`], fill [`Self::expert`] and [`Self::rank`] for every source (or
+/// [`CountMatrix::set`] each), then [`CountMatrix::finish`]; the other methods answer for what the
+/// last `finish` saw. Reusable. Only the sums one rank needs are kept, so that a large job's matrix
+/// is read once and not written again.
 ///
 /// # Panics
 /// Methods that take a rank or a physical expert panic if there is none of that number.
@@ -21,10 +23,14 @@ pub struct CountMatrix {
     /// `[R * R]`, source-major: rows of a source per destination rank.
     pub rank: Vec<u32>,
     base: Vec<u32>,
-    /// `[R + 1][R]`: rows of earlier sources per destination; the last line has the totals.
-    row_base: Vec<u32>,
-    /// `[R + 1][P]`, likewise per physical expert.
-    expert_base: Vec<u32>,
+    /// `[R]` and `[P]`: all rows per destination and expert.
+    rank_total: Vec<u32>,
+    expert_total: Vec<u32>,
+    /// `[R]` and `[P]`: those of sources before the rank that finished.
+    rank_before: Vec<u32>,
+    expert_before: Vec<u32>,
+    /// `[R]`: rows of earlier sources to the rank that finished, per source.
+    received_before: Vec<u32>,
 }
 
 impl CountMatrix {
@@ -33,22 +39,15 @@ impl CountMatrix {
         Self::default()
     }
 
-    /// Takes the sizes of `placement` and sets all counts to zero.
+    /// Takes the sizes of `placement`. The counts hold anything until they are set.
     pub fn reset(&mut self, placement: &Placement) {
         self.ranks = placement.ranks();
         self.physical = placement.physical();
         self.base.clear();
         self.base.extend((0..self.ranks).map(|r| placement.physical_base(r) as u32));
         self.base.push(self.physical as u32);
-        for (list, len) in [
-            (&mut self.expert, self.ranks * self.physical),
-            (&mut self.rank, self.ranks * self.ranks),
-            (&mut self.row_base, (self.ranks + 1) * self.ranks),
-            (&mut self.expert_base, (self.ranks + 1) * self.physical),
-        ] {
-            list.clear();
-            list.resize(len, 0);
-        }
+        self.expert.resize(self.ranks * self.physical, 0);
+        self.rank.resize(self.ranks * self.ranks, 0);
     }
 
     /// Records the counts of one source, in the order of [`crate::Layout`]'s.
@@ -77,33 +76,52 @@ impl CountMatrix {
         Ok(())
     }
 
-    /// Computes the prefix sums, in time O(R · (R + P)).
+    /// Computes what `rank` needs to know, in time O(R · (R + P)).
     ///
     /// # Errors
     /// [`KernelError::TooManyRows`] if a rank or an expert would get more rows than an `i32`
-    /// numbers; [`KernelError::Length`] if the public lists were resized.
-    pub fn finish(&mut self) -> Result<(), KernelError> {
-        prefix("expert", &self.expert, self.ranks, self.physical, &mut self.expert_base)?;
-        prefix("rank", &self.rank, self.ranks, self.ranks, &mut self.row_base)
+    /// numbers; [`KernelError::Length`] if the public lists were resized;
+    /// [`KernelError::Argument`] if there is no such rank.
+    pub fn finish(&mut self, rank: usize) -> Result<(), KernelError> {
+        if rank >= self.ranks {
+            return Err(KernelError::Argument {
+                operation: "count matrix",
+                what: "rank",
+                value: rank,
+                allowed: "the ranks of the placement",
+            });
+        }
+        let (ranks, physical) = (self.ranks, self.physical);
+        let expert = Columns::new("expert", &self.expert, ranks, physical)?;
+        expert.sum(rank, &mut self.expert_before, &mut self.expert_total, |_, _| {})?;
+        let columns = Columns::new("rank", &self.rank, ranks, ranks)?;
+        let received = &mut self.received_before;
+        received.clear();
+        let keep = |_: usize, sums: &[u32]| received.push(sums[rank]);
+        columns.sum(rank, &mut self.rank_before, &mut self.rank_total, keep)
     }
 
     /// Rows that `dest` receives, one per (token, rank).
     pub fn rows_at(&self, dest: usize) -> usize {
-        self.row_base(self.ranks, dest)
+        self.rank_total[dest] as usize
     }
 
-    /// Rows that sources before `source` send to `dest`: where `source`'s rows start there.
+    /// Where the finishing rank's rows start at `dest`: the rows that earlier sources send there.
     #[inline]
-    pub fn row_base(&self, source: usize, dest: usize) -> usize {
-        assert!(dest < self.ranks, "rank {dest} of {}", self.ranks);
-        self.row_base[source * self.ranks + dest] as usize
+    pub fn sent_base(&self, dest: usize) -> usize {
+        self.rank_before[dest] as usize
     }
 
-    /// Rows that sources before `source` send to a physical expert.
+    /// Where the rows of `source` start at the finishing rank.
     #[inline]
-    pub fn expert_base(&self, source: usize, physical: usize) -> usize {
-        assert!(physical < self.physical, "physical expert {physical} of {}", self.physical);
-        self.expert_base[source * self.physical + physical] as usize
+    pub fn received_base(&self, source: usize) -> usize {
+        self.received_before[source] as usize
+    }
+
+    /// Where the finishing rank's rows start among those of a physical expert.
+    #[inline]
+    pub fn expert_base(&self, physical: usize) -> usize {
+        self.expert_before[physical] as usize
     }
 
     /// Expert-major rows of `dest`, each expert's padded to a multiple of `alignment` (0 counts as
@@ -134,7 +152,7 @@ impl CountMatrix {
 
     fn totals(&self, dest: usize) -> &[u32] {
         let [from, to] = [self.base[dest] as usize, self.base[dest + 1] as usize];
-        &self.expert_base[self.ranks * self.physical..][from..to]
+        &self.expert_total[from..to]
     }
 }
 
@@ -142,28 +160,51 @@ fn padded(n: u32, alignment: usize) -> usize {
     (n as usize).checked_next_multiple_of(alignment.max(1)).unwrap_or(usize::MAX)
 }
 
-/// Running sums down the columns of `counts`, `[rows][columns]`, into `[rows + 1][columns]`.
-fn prefix(
+/// Counts whose columns are summed, `[rows][columns]`.
+struct Columns<'a> {
     what: &'static str,
-    counts: &[u32],
-    rows: usize,
+    counts: &'a [u32],
     columns: usize,
-    sums: &mut [u32],
-) -> Result<(), KernelError> {
-    if counts.len() != rows * columns {
-        let (operation, expected, got) = ("count matrix", rows * columns, counts.len());
-        return Err(KernelError::Length { operation, what, expected, got });
-    }
-    for row in 0..rows {
-        let (above, below) = sums[row * columns..][..2 * columns].split_at_mut(columns);
-        let line = &counts[row * columns..][..columns];
-        for ((below, above), count) in below.iter_mut().zip(above).zip(line) {
-            // Saturation never comes back below the limit, so one look at the totals suffices.
-            *below = above.saturating_add(*count);
+}
+
+impl<'a> Columns<'a> {
+    fn new(
+        what: &'static str,
+        counts: &'a [u32],
+        rows: usize,
+        columns: usize,
+    ) -> Result<Self, KernelError> {
+        if counts.len() != rows * columns {
+            let (operation, expected, got) = ("count matrix", rows * columns, counts.len());
+            return Err(KernelError::Length { operation, what, expected, got });
         }
+        Ok(Self { what, counts, columns })
     }
-    match sums[rows * columns..].iter().position(|&total| total > i32::MAX as u32) {
-        Some(index) => Err(KernelError::TooManyRows { what, index }),
-        None => Ok(()),
+
+    /// All sums, and those of the rows before `row`; `each` sees the sums before every row.
+    fn sum(
+        &self,
+        row: usize,
+        before: &mut Vec<u32>,
+        total: &mut Vec<u32>,
+        mut each: impl FnMut(usize, &[u32]),
+    ) -> Result<(), KernelError> {
+        total.clear();
+        total.resize(self.columns, 0);
+        for (at, line) in self.counts.chunks_exact(self.columns.max(1)).enumerate() {
+            if at == row {
+                before.clear();
+                before.extend_from_slice(total);
+            }
+            each(at, total);
+            for (sum, count) in total.iter_mut().zip(line) {
+                // Saturation never comes back below the limit, so one look at the end suffices.
+                *sum = sum.saturating_add(*count);
+            }
+        }
+        match total.iter().position(|&sum| sum > i32::MAX as u32) {
+            Some(index) => Err(KernelError::TooManyRows { what: self.what, index }),
+            None => Ok(()),
+        }
     }
 }

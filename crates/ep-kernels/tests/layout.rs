@@ -130,12 +130,15 @@ proptest! {
         for (source, (expert, rank)) in lines.iter().enumerate() {
             matrix.set(source, expert, rank).unwrap();
         }
-        matrix.finish().unwrap();
+        matrix.finish(0).unwrap();
         let (mut offsets, mut counts) = (Vec::new(), Vec::new());
         for dest in 0..ranks {
             let before = |source: usize| lines[..source].iter().map(|l| l.1[dest] as usize).sum();
             for source in 0..ranks {
-                prop_assert_eq!(matrix.row_base(source, dest), before(source));
+                matrix.finish(source).unwrap();
+                prop_assert_eq!(matrix.sent_base(dest), before(source));
+                matrix.finish(dest).unwrap();
+                prop_assert_eq!(matrix.received_base(source), before(source));
             }
             prop_assert_eq!(matrix.rows_at(dest), before(ranks));
             matrix.expert_offsets(dest, alignment, &mut offsets);
@@ -147,7 +150,8 @@ proptest! {
                 let p = placement.physical_base(dest) + local;
                 let before = |source: usize| lines[..source].iter().map(|l| l.0[p] as usize).sum();
                 for source in 0..ranks {
-                    prop_assert_eq!(matrix.expert_base(source, p), before(source));
+                    matrix.finish(source).unwrap();
+                    prop_assert_eq!(matrix.expert_base(p), before(source));
                 }
                 let total: usize = before(ranks);
                 prop_assert_eq!(counts[local] as usize, total);
@@ -268,15 +272,17 @@ fn totals_beyond_i32_are_refused() {
     let mut matrix = CountMatrix::new();
     matrix.reset(&placement);
     matrix.set(0, &[0, i32::MAX as u32], &[0, 5]).unwrap();
-    matrix.finish().unwrap();
+    matrix.set(1, &[0, 0], &[0, 0]).unwrap();
+    matrix.finish(0).unwrap();
     assert_eq!(matrix.expert_rows(1, 128), 1 << 31);
     let mut offsets = Vec::new();
     matrix.expert_offsets(1, 128, &mut offsets);
     assert_eq!(offsets, [0, i32::MAX]);
     matrix.set(1, &[0, 1], &[0, 5]).unwrap();
-    assert_eq!(matrix.finish(), Err(KernelError::TooManyRows { what: "expert", index: 1 }));
+    assert_eq!(matrix.finish(0), Err(KernelError::TooManyRows { what: "expert", index: 1 }));
     matrix.set(1, &[0, 0], &[u32::MAX, 5]).unwrap();
-    assert_eq!(matrix.finish(), Err(KernelError::TooManyRows { what: "rank", index: 0 }));
+    assert_eq!(matrix.finish(0), Err(KernelError::TooManyRows { what: "rank", index: 0 }));
+    assert!(matches!(matrix.finish(2), Err(KernelError::Argument { .. })));
     assert!(matches!(matrix.set(0, &[0], &[0, 0]), Err(KernelError::Length { .. })));
     assert!(matches!(matrix.set(2, &[0, 0], &[0, 0]), Err(KernelError::Argument { .. })));
 }

@@ -95,7 +95,7 @@ impl Case {
             case.matrix.set(rank, &layout.expert_counts, &layout.rank_counts).unwrap();
             case.layouts.push(layout);
         }
-        case.matrix.finish().unwrap();
+        case.matrix.finish(0).unwrap();
         case.regions =
             (0..ranks).map(|d| vec![GUARD; case.matrix.rows_at(d) * fmt.stride]).collect();
         case
@@ -113,10 +113,11 @@ impl Case {
     }
 
     fn targets(&mut self, source: usize) -> Vec<Target> {
+        self.matrix.finish(source).unwrap();
         let rows = self.regions.iter_mut().enumerate();
         rows.map(|(dest, region)| Target {
             base: region.as_mut_ptr(),
-            first_row: self.matrix.row_base(source, dest),
+            first_row: self.matrix.sent_base(dest),
             rows: self.matrix.rows_at(dest),
         })
         .collect()

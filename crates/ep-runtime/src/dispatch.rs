@@ -237,7 +237,7 @@ impl Posted {
             Layout::ExpertMajor { alignment } => Some((alignment, ep.shape.max_expert_rows)),
             Layout::RankMajor => None,
         };
-        notify::capacity(OP, &mut handle.matrix, ep.shape.max_rows, expert_major)?;
+        notify::capacity(OP, ep.rank(), &mut handle.matrix, ep.shape.max_rows, expert_major)?;
         handle.finish(&ep.shape);
         Ok(())
     }
@@ -281,7 +281,7 @@ impl Posted {
         for &peer in &ep.bulk {
             let rows = handle.send.rank_counts[peer] as usize;
             let from = self.staging_of(peer, format.stride);
-            let first = handle.matrix.row_base(ep.rank(), peer);
+            let first = handle.matrix.sent_base(peer);
             let slot = state.headers[peer].slot as usize;
             let to = ep.window.rank_rows(slot) + first * format.stride;
             if rows > 0 {
@@ -304,7 +304,7 @@ impl Posted {
                 Some(window) => {
                     let slot = state.headers[rank].slot as usize;
                     let base = window.base.as_ptr().wrapping_add(ep.window.rank_rows(slot));
-                    let first_row = handle.matrix.row_base(ep.rank(), rank);
+                    let first_row = handle.matrix.sent_base(rank);
                     Target { base, first_row, rows: first_row + rows }
                 }
                 None => {

@@ -53,7 +53,7 @@ impl Parts {
         let stride = self.format.stride;
         for &home in &ep.bulk {
             let rows = handle.matrix.rank[home * ep.shape.world + ep.rank()] as usize;
-            let first = handle.matrix.row_base(home, ep.rank());
+            let first = handle.matrix.received_base(home);
             let before = block_rows(ep, &handle.matrix, self.per_rank, home, ep.rank());
             let mut to = ep.window.receive_staging(self.lane.index) + before * stride;
             if self.per_rank {
@@ -157,7 +157,7 @@ impl Parts {
                         false => ep.window.expert_rows(slot),
                     };
                     let base = window.base.as_ptr().wrapping_add(region).cast_const();
-                    let first = matrix.row_base(ep.rank(), owner);
+                    let first = matrix.sent_base(owner);
                     RowSource { base, first, block: false }
                 }
                 None => {
@@ -206,7 +206,7 @@ impl Parts {
                 source.first - 1
             } else {
                 handle.expert_offsets[physical] as usize
-                    + handle.matrix.expert_base(ep.rank(), physical)
+                    + handle.matrix.expert_base(physical)
                     + handle.send.expert_index[at] as usize
             };
             rows.push(source.base.wrapping_add(row * self.format.stride));

@@ -176,11 +176,12 @@ fn agree(
 /// The verdict on the counts of a dispatch: the same on every rank.
 pub(crate) fn capacity(
     op: &'static str,
+    this: usize,
     matrix: &mut CountMatrix,
     max_rows: usize,
     expert_major: Option<(usize, usize)>,
 ) -> Result<()> {
-    if let Err(e) = matrix.finish() {
+    if let Err(e) = matrix.finish(this) {
         // Row numbers are i32; so many rows never fit.
         let (what, setting) = ("rows", "max_rows");
         let needed = i32::MAX as usize + 1;

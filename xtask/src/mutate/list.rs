@@ -68,8 +68,8 @@ pub const MUTATIONS: &[Mutation] = &[
     Mutation {
         name: "wrong-place",
         file: "crates/ep-runtime/src/dispatch.rs",
-        find: "let first_row = handle.matrix.row_base(ep.rank(), rank);",
-        replace: "let first_row = handle.matrix.row_base(0, rank);",
+        find: "let first_row = handle.matrix.sent_base(rank);",
+        replace: "let first_row = handle.matrix.sent_base(0) * rank;",
         test: Test::Plain(&["--package", "ep-runtime", "--test", "oracle", "fixed_cases"]),
     },
     Mutation {
