@@ -142,7 +142,14 @@ impl LaneGuard {
         for source in 0..ep.shape.world {
             // SAFETY: the source's announcement is whole (its flag was consumed) and stays until
             // this rank raises Done.
-            headers.push(unsafe { notify::read(ep.local(ep.window.mailbox(self.index, source))) });
+            let header = unsafe { notify::read(ep.local(ep.window.mailbox(self.index, source))) };
+            // A number that becomes an address is never believed.
+            if header.slot as usize >= ep.shape.slots {
+                let detail = format!("rank {source} announced slot {}", header.slot);
+                ep.group.abort(&format!("{op}: {detail}"));
+                return Err(EpError::Corrupt { op, detail });
+            }
+            headers.push(header);
         }
         Ok(())
     }

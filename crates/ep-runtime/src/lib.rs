@@ -60,6 +60,7 @@ mod handle;
 mod lane;
 mod notify;
 mod payload;
+mod preflight;
 mod received;
 mod result;
 mod shape;
@@ -85,6 +86,9 @@ pub use error::EpError;
 pub use event::Event;
 pub use handle::Handle;
 pub use payload::{DispatchOpts, Payload, Route};
+pub use preflight::{
+    Ability, Check, Finding, Library, PeerTrial, Preflight, PreflightOptions, Severity, Verdict,
+};
 pub use received::{Column, Outputs, Owned, Received, SourceToken};
 pub use result::Dispatched;
 pub use shape::{Layout, MoeShape, Plan};
