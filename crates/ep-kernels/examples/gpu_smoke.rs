@@ -222,10 +222,7 @@ fn attributes(tools: &SmTools, checks: &mut Checks) -> Result<Value, CudaError> 
     }
     let mut all = plain.with_cooperative().with_priority(greatest);
     if tools.device().properties().clusters {
-        all = all
-            .with_cluster(2)
-            .with_programmatic_serialization()
-            .with_mem_sync_domain(MemSyncDomain::Remote);
+        all = all.with_cluster(2).with_mem_sync_domain(MemSyncDomain::Remote);
     }
     cases.push(("all", all));
     let mut passed = Vec::new();
@@ -310,10 +307,10 @@ fn blocked(
     checks: &mut Checks,
 ) -> Result<Value, CudaError> {
     let sms = tools.device().properties().sms;
-    let holder = tools.hold(holding, &HoldSpec::anywhere(sms - 8, Duration::from_millis(5)))?;
+    let holder = tools.hold(holding, &HoldSpec::anywhere(sms - 8, Duration::from_millis(20)))?;
     holder.wait_holding(LIMIT)?;
     let spec = ProbeSpec {
-        hold: Duration::from_millis(8),
+        hold: Duration::from_millis(30),
         ..ProbeSpec::one_per_sm(9, LaunchAttributes::plain())
     };
     let records = tools.start_probe(beside, &spec)?.finish(LIMIT)?;

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use super::error::{CudaError, invalid};
 use super::launch::{LaunchAttributes, LaunchConfig};
-use super::memory::{MappedHost, Plain};
+use super::memory::{Lease, Plain};
 use super::module::{Kernel, KernelParams};
 use super::probe::{SmTools, whole_sm};
 use super::source::{KernelSource, layout};
@@ -84,7 +84,7 @@ impl SmSet {
 
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
-struct HoldRecord {
+pub(crate) struct HoldRecord {
     start_ns: u64,
     end_ns: u64,
     smid: u32,
@@ -167,7 +167,7 @@ impl HoldSpec {
 #[derive(Debug)]
 pub struct Holder<'s> {
     stream: &'s Stream,
-    records: Option<MappedHost<HoldRecord>>,
+    records: Option<Lease<HoldRecord>>,
     // Its code must stay loaded while it runs.
     kernel: Option<Kernel>,
     longest: Duration,
@@ -213,7 +213,7 @@ impl SmTools {
             attributes: LaunchAttributes::plain(),
         };
         config.validate(properties)?;
-        let records = MappedHost::<HoldRecord>::zeroed(&self.device, spec.blocks as usize)?;
+        let records = self.hold_records.take(spec.blocks as usize)?;
         let params = HoldParams {
             records: records.device_address(),
             hold_ns: spec.hold.as_nanos() as u64,
@@ -285,7 +285,7 @@ impl Holder<'_> {
 
     fn states(&self) -> impl Iterator<Item = u32> {
         let records = self.records.as_ref();
-        (0..records.map_or(0, MappedHost::len)).filter_map(move |block| {
+        (0..records.map_or(0, Lease::len)).filter_map(move |block| {
             let record = records?.pointer(block)?;
             // SAFETY: in bounds, aligned, and alive as long as `self`. Acquire pairs with the
             // kernel's st.release.sys: what a block wrote before its state is visible after this
@@ -296,7 +296,7 @@ impl Holder<'_> {
 
     fn report(&self) -> HoldReport {
         let records = self.records.as_ref();
-        let list = (0..records.map_or(0, MappedHost::len)).filter_map(|block| records?.read(block));
+        let list = (0..records.map_or(0, Lease::len)).filter_map(|block| records?.read(block));
         summarise(list)
     }
 }
@@ -308,8 +308,8 @@ impl Drop for Holder<'_> {
         if ended.is_err()
             && let Some(records) = self.records.take()
         {
-            records.leak();
-            std::mem::forget(self.kernel.take());
+            // Neither the pool nor the driver may have back what the GPU may still use.
+            std::mem::forget((records, self.kernel.take()));
         }
     }
 }

@@ -1,6 +1,9 @@
 use std::ffi::c_void;
 use std::fmt;
 use std::ptr::NonNull;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
 
 use super::device::Device;
 use super::error::{CudaError, invalid};
@@ -102,5 +105,71 @@ impl<T: Plain> Drop for MappedHost<T> {
 impl<T: Plain> fmt::Debug for MappedHost<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("MappedHost").field("at", &self.at).field("len", &self.len).finish()
+    }
+}
+
+/// Memory allocated ahead and used again: allocating or freeing page-locked memory may wait for
+/// the kernels that run meanwhile, which are what is being observed.
+#[derive(Debug)]
+pub(crate) struct Pool<T: Plain> {
+    free: Mutex<Vec<MappedHost<T>>>,
+    device: Device,
+}
+
+impl<T: Plain> Pool<T> {
+    /// A pool with `ahead` pieces of `len` elements.
+    pub(crate) fn new(device: &Device, ahead: usize, len: usize) -> Result<Arc<Self>, CudaError> {
+        let free = (0..ahead).map(|_| MappedHost::zeroed(device, len)).collect::<Result<_, _>>()?;
+        Ok(Arc::new(Pool { free: Mutex::new(free), device: device.clone() }))
+    }
+
+    /// `len` zeroed elements, allocated only where no free piece is large enough.
+    pub(crate) fn take(self: &Arc<Self>, len: usize) -> Result<Lease<T>, CudaError> {
+        let found = {
+            let mut free = self.free.lock();
+            let at = free.iter().position(|memory| memory.len() >= len);
+            at.map(|at| free.swap_remove(at))
+        };
+        let memory = match found {
+            Some(memory) => memory,
+            None => MappedHost::zeroed(&self.device, len)?,
+        };
+        memory.clear();
+        Ok(Lease { memory: Some(memory), len, pool: self.clone() })
+    }
+}
+
+/// A piece of a [`Pool`], which gets it back when this drops.
+#[derive(Debug)]
+pub(crate) struct Lease<T: Plain> {
+    // Absent only while dropping.
+    memory: Option<MappedHost<T>>,
+    len: usize,
+    pool: Arc<Pool<T>>,
+}
+
+impl<T: Plain> Lease<T> {
+    pub(crate) fn len(&self) -> usize {
+        self.len
+    }
+
+    pub(crate) fn device_address(&self) -> u64 {
+        self.memory.as_ref().map_or(0, MappedHost::device_address)
+    }
+
+    pub(crate) fn pointer(&self, index: usize) -> Option<*mut T> {
+        self.memory.as_ref().filter(|_| index < self.len)?.pointer(index)
+    }
+
+    pub(crate) fn read(&self, index: usize) -> Option<T> {
+        self.memory.as_ref().filter(|_| index < self.len)?.read(index)
+    }
+}
+
+impl<T: Plain> Drop for Lease<T> {
+    fn drop(&mut self) {
+        if let Some(memory) = self.memory.take() {
+            self.pool.free.lock().push(memory);
+        }
     }
 }

@@ -123,7 +123,7 @@ impl Observing<'_> {
             self.stream,
             &self.tools.probe_config(spec),
             spec.hold,
-            &records,
+            (records.device_address(), records.len()),
         )?;
         let left = self.until.saturating_duration_since(Instant::now());
         if let Err(error) = self.stream.wait("observe", left) {

@@ -1,13 +1,14 @@
 //! The SM probe: where the blocks of a launch run.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use super::compile::{Arch, Compiler};
 use super::device::{Device, DeviceProperties};
 use super::error::{CudaError, invalid};
-use super::holder::HOLDER;
+use super::holder::{HOLDER, HoldRecord};
 use super::launch::{LaunchAttributes, LaunchConfig};
-use super::memory::{MappedHost, Plain};
+use super::memory::{Lease, Plain, Pool};
 use super::module::{Kernel, KernelParams, Module};
 use super::source::{KernelSource, layout};
 use super::stream::Stream;
@@ -73,6 +74,9 @@ const _: () = assert!(std::mem::offset_of!(ProbeParams, record_count) == 16);
 
 /// Longest a probe's blocks may be told to stay.
 const LONGEST_PROBE: Duration = Duration::from_secs(1);
+/// Pieces of memory for records allocated ahead, and how many records each holds.
+const AHEAD: (usize, usize) = (2, 1024);
+
 /// A launch of the SM probe.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ProbeSpec {
@@ -99,6 +103,8 @@ pub struct SmTools {
     pub(crate) device: Device,
     pub(crate) probe: Kernel,
     pub(crate) holder: Kernel,
+    pub(crate) probe_records: Arc<Pool<ProbeRecord>>,
+    pub(crate) hold_records: Arc<Pool<HoldRecord>>,
 }
 
 impl SmTools {
@@ -111,7 +117,13 @@ impl SmTools {
         let load = |source: &KernelSource| -> Result<Kernel, CudaError> {
             Module::load(device, &compiler.cubin(source, arch)?)?.kernel(source.kernels[0])
         };
-        Ok(SmTools { device: device.clone(), probe: load(&SM_PROBE)?, holder: load(&HOLDER)? })
+        Ok(SmTools {
+            device: device.clone(),
+            probe: load(&SM_PROBE)?,
+            holder: load(&HOLDER)?,
+            probe_records: Pool::new(device, AHEAD.0, AHEAD.1)?,
+            hold_records: Pool::new(device, AHEAD.0, AHEAD.1)?,
+        })
     }
 
     /// The device they are loaded on.
@@ -153,8 +165,9 @@ impl SmTools {
         }
         let config = self.probe_config(spec);
         config.validate(self.device.properties())?;
-        let records = MappedHost::<ProbeRecord>::zeroed(&self.device, spec.blocks as usize)?;
-        self.launch_probe(stream, &config, spec.hold, &records)?;
+        let records = self.probe_records.take(spec.blocks as usize)?;
+        let at = (records.device_address(), records.len());
+        self.launch_probe(stream, &config, spec.hold, at)?;
         Ok(ProbeRun { stream, pending: Some((records, self.probe.clone())) })
     }
 
@@ -163,16 +176,16 @@ impl SmTools {
         stream: &Stream,
         config: &LaunchConfig,
         hold: Duration,
-        records: &MappedHost<ProbeRecord>,
+        (address, len): (u64, usize),
     ) -> Result<(), CudaError> {
         let params = ProbeParams {
-            records: records.device_address(),
+            records: address,
             hold_ns: hold.as_nanos() as u64,
-            record_count: records.len() as u32,
+            record_count: len as u32,
             reserved: 0,
         };
-        // SAFETY: `records` holds `record_count` records and is freed only after the stream has
-        // completed (or never); the kernel writes nothing else.
+        // SAFETY: `address` is that of `len` records, which are freed or used again only after the
+        // stream has completed (or never); the kernel writes nothing else.
         unsafe { self.probe.launch(stream.raw(), config, &params) }
     }
 }
@@ -189,7 +202,7 @@ pub(crate) fn whole_sm(properties: &DeviceProperties, kernel: &Kernel) -> u32 {
 pub struct ProbeRun<'s> {
     stream: &'s Stream,
     // The kernel too: its code must stay loaded while it runs.
-    pending: Option<(MappedHost<ProbeRecord>, Kernel)>,
+    pending: Option<(Lease<ProbeRecord>, Kernel)>,
 }
 
 impl ProbeRun<'_> {
