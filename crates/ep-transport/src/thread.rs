@@ -191,3 +191,44 @@ impl Drop for Anonymous {
         debug_assert!(unmapped.is_ok());
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn told(process: u128, key: u64, code: i32) -> Vec<u8> {
+        [&process.to_le_bytes()[..], &key.to_le_bytes(), &code.to_le_bytes()].concat()
+    }
+
+    #[test]
+    fn another_process_is_unsupported_and_named() {
+        let error = decode(&[told(1, 5, 0), told(1, 6, 0), told(2, 5, 0)]).unwrap_err();
+        let text = error.to_string();
+        assert!(matches!(error, TransportError::Unsupported { .. }), "{text}");
+        assert!(text.contains("rank 2") && text.contains("ProcessTransport"), "{text}");
+        assert_eq!(decode(&[told(1, 5, 0), told(1, 6, 0)]).unwrap(), [5, 6]);
+    }
+
+    #[test]
+    fn a_rank_that_cannot_map_is_named_to_all() {
+        let error = decode(&[told(1, 5, 0), told(1, 0, 12)]).unwrap_err();
+        assert_eq!((error.peer(), error.code()), (Some(1), Some(12)));
+    }
+
+    #[test]
+    fn windows_beyond_the_address_space_are_an_argument_error() {
+        let group = Group::local(1).unwrap().remove(0);
+        let deadline = Deadline::after(std::time::Duration::from_secs(5));
+        for spec in [
+            WindowSpec { bytes: usize::MAX, flags: 1 },
+            WindowSpec { bytes: isize::MAX as usize, flags: 1 },
+        ] {
+            let error = ThreadTransport::new().open(&group, spec, deadline).unwrap_err();
+            assert_eq!(error.kind(), crate::ErrorKind::Argument, "{error}");
+        }
+        // Addressable, but more than there is.
+        let spec = WindowSpec { bytes: 1 << 60, flags: 1 };
+        let error = ThreadTransport::new().open(&group, spec, deadline).unwrap_err();
+        assert_eq!(error.kind(), crate::ErrorKind::Os, "{error}");
+    }
+}
