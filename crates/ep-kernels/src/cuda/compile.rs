@@ -197,7 +197,14 @@ impl Compiler {
     ) -> Result<(Vec<u8>, String), CudaError> {
         let _one_at_a_time = self.compiling.lock();
         let arch_name = arch.to_string();
-        let (bytes, log) = self.nvrtc.cubin(name, text, &arch_name, &options_for(arch))?;
+        let options = options_for(arch);
+        // Where there is a driver, NVRTC keeps a cache of its own, and a hit there says nothing of
+        // registers or spills. Versions without the cache do not know the option.
+        let fresh = [options.as_slice(), &["--no-cache".to_string()]].concat();
+        let (bytes, log) = match self.nvrtc.cubin(name, text, &arch_name, &fresh) {
+            Ok(compiled) => compiled,
+            Err(_) => self.nvrtc.cubin(name, text, &arch_name, &options)?,
+        };
         if !bytes.starts_with(b"\x7fELF") {
             return invalid("compile", format!("{name} gave no machine code for {arch_name}"));
         }
