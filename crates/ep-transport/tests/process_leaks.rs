@@ -54,14 +54,16 @@ fn nothing_is_left_behind() {
                 scope.spawn(move || {
                     let at = Rendezvous::new(rank, world, address).unwrap().with_timeout(LIMIT);
                     let group = Group::from_env(&at).unwrap();
-                    // Ranks open together: only between barriers is the count ours alone.
+                    // One rank counts, between barriers: counting takes a descriptor too.
                     group.barrier().unwrap();
-                    let before = count("fd");
+                    let before = (rank == 0).then(|| count("fd"));
                     group.barrier().unwrap();
                     let link = open_windows(&group);
                     group.barrier().unwrap();
-                    assert_eq!(count("fd"), before, "an open window keeps no descriptor");
-                    assert!(windows() >= world * world);
+                    if let Some(before) = before {
+                        assert_eq!(count("fd"), before, "an open window keeps no descriptor");
+                        assert_eq!(windows(), world * world);
+                    }
                     group.barrier().unwrap();
                     drop(link);
                     drop(group);
