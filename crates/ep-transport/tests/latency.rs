@@ -30,7 +30,7 @@ fn wait(link: &dyn Link, peers: &[usize], flag: u32) {
 }
 
 #[test]
-#[ignore = "a measurement"]
+#[ignore = "measures latency"]
 fn ping_pong() {
     const ROUNDS: u32 = 100_000;
     on_ranks(2, |group, link| {
@@ -56,7 +56,7 @@ fn ping_pong() {
 }
 
 #[test]
-#[ignore = "a measurement"]
+#[ignore = "measures latency"]
 fn all_to_all() {
     for world in [2, 4, 16, 64, 256] {
         let rounds = (20_000 / (world * world)).clamp(5, 2_000) as u32;

@@ -116,7 +116,7 @@ fn a_relaxed_ring_lets_a_waiter_sleep_forever() {
 }
 
 #[test]
-#[ignore = "must fail; run by a_relaxed_ring_lets_a_waiter_sleep_forever"]
+#[ignore = "runs in a process of its own: it must fail there"]
 fn model_of_a_relaxed_ring() {
     no_wake_up_is_lost(Relaxed);
 }

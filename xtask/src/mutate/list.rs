@@ -98,7 +98,7 @@ pub const MUTATIONS: &[Mutation] = &[
         file: "crates/ep-runtime/src/notify.rs",
         find: "find(|&r| rows(r) > reserved)",
         replace: "find(|&r| rows(r) > reserved + 1)",
-        test: Test::Plain(&["--package", "ep-runtime", "--test", "behaviour", "too_many_rows"]),
+        test: Test::Plain(&["--package", "ep-runtime", "--test", "errors", "too_many_rows"]),
     },
     Mutation {
         name: "wrong-slot",
@@ -132,6 +132,6 @@ pub const MUTATIONS: &[Mutation] = &[
         file: "crates/ep-runtime/src/dispatch.rs",
         find: "lane.close(OP, lane.ep.deadline())?;",
         replace: "let _ = &lane;",
-        test: Test::Plain(&["--package", "ep-runtime", "--test", "behaviour", "bad_ids"]),
+        test: Test::Plain(&["--package", "ep-runtime", "--test", "errors", "bad_ids"]),
     },
 ];

@@ -94,8 +94,10 @@ pub fn unwrap(input: &Input) -> Vec<String> {
     found
 }
 
-/// Why a test may be skipped: what it needs is no part of every machine, or it only measures.
-const REASONS: [&str; 2] = ["needs a GPU", "measures"];
+/// Why a test may be skipped: what it needs is no part of every machine, it only measures, it takes
+/// too long for every change, or another test runs it.
+const REASONS: [&str; 4] =
+    ["needs a GPU", "measures", "takes minutes", "runs in a process of its own"];
 
 pub fn ignored(input: &Input) -> Vec<String> {
     let mut found = Vec::new();

@@ -1,6 +1,8 @@
 //! What the tests share: ranks as threads, and one job run through the library.
 #![allow(dead_code)]
 
+pub mod small;
+
 use ep_bench::oracle::{self, Float, Job, Payload as Kind};
 use ep_runtime::{
     DType, Ep, EpBuilder, EpError, Group, Ids, MoeShape, Payload, PayloadKind, Placement, Rows,

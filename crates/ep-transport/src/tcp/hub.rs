@@ -416,5 +416,4 @@ fn same(a: &[u8], b: &[u8]) -> bool {
 }
 
 #[cfg(test)]
-#[path = "hub_tests.rs"]
 mod tests;
