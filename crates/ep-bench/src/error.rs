@@ -50,6 +50,14 @@ pub enum BenchError {
         /// The library's message.
         detail: String,
     },
+    /// A command beside the benchmark failed.
+    #[error("{op}: {detail}")]
+    Tool {
+        /// The command.
+        op: &'static str,
+        /// What went wrong, and what to do.
+        detail: String,
+    },
     /// A rank ended without a result.
     #[error("rank {rank} {detail}")]
     RankDied {

@@ -6,6 +6,9 @@ use clap::Parser as _;
 use ep_bench::cli::Args;
 
 fn main() -> ExitCode {
+    if let Some(code) = ep_bench::tools::run(std::env::args_os()) {
+        return code;
+    }
     let args = Args::parse();
     if args.rank_process {
         return ExitCode::from(ep_bench::processes::rank_main());

@@ -108,7 +108,7 @@ fn look(known: &Known) -> Library {
                 // NVIDIA's libraries keep state in the process that does not survive being unloaded.
                 std::mem::forget(opened);
                 let version = version.or_else(|| path.as_deref().and_then(version_in_name));
-                let file = path.or(Some(PathBuf::from(file)));
+                let file = path.or(Some(file));
                 return Library { name: known.name.into(), file, version, problem: None };
             }
             // The first name is the canonical one: its message says most.

@@ -11,6 +11,7 @@ use crate::Result;
 /// What a group of ranks can use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
 pub enum Ability {
     /// Ranks on hosts.
     Host,
