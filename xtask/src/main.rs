@@ -7,6 +7,7 @@ mod process;
 mod style;
 mod test;
 mod tidy;
+mod tools;
 mod tree;
 mod workspace;
 
@@ -40,6 +41,27 @@ enum Command {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         args: Vec<std::ffi::OsString>,
     },
+    /// Show what this machine is: GPUs, links, NICs, SM domains
+    #[command(disable_help_flag = true)]
+    Topo {
+        /// Arguments of `ep-bench topo`
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        args: Vec<std::ffi::OsString>,
+    },
+    /// Check whether this machine has what expert parallelism needs
+    #[command(disable_help_flag = true)]
+    Preflight {
+        /// Arguments of `ep-bench preflight`
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        args: Vec<std::ffi::OsString>,
+    },
+    /// Compile the GPU kernels without a GPU and list what they take
+    #[command(disable_help_flag = true)]
+    Kernels {
+        /// Arguments of `ep-bench kernels`
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        args: Vec<std::ffi::OsString>,
+    },
     /// Run every check of the project, as CI does
     Test(test::Options),
     /// Check the project's invariants that can be checked mechanically
@@ -53,6 +75,9 @@ enum Command {
 fn main() -> ExitCode {
     let done = match Cli::parse().command {
         Command::Bench { args } => bench::run(&args),
+        Command::Topo { args } => bench::command("topo", &args),
+        Command::Preflight { args } => bench::command("preflight", &args),
+        Command::Kernels { args } => bench::kernels(&args),
         Command::Test(options) => test::run(&options),
         Command::Tidy => tidy::run(),
         Command::Mutate(options) => mutate::run(&options),
@@ -82,6 +107,19 @@ mod tests {
         let cli = Cli::try_parse_from(["xtask", "bench", "--help", "-x", "sweep"]).unwrap();
         let Command::Bench { args } = cli.command else { panic!("not bench") };
         assert_eq!(args, ["--help", "-x", "sweep"]);
+    }
+
+    #[test]
+    fn other_commands_pass_every_argument_on() {
+        for name in ["topo", "preflight", "kernels"] {
+            let cli = Cli::try_parse_from(["xtask", name, "--help", "--json"]).unwrap();
+            let (Command::Topo { args } | Command::Preflight { args } | Command::Kernels { args }) =
+                cli.command
+            else {
+                panic!("{name} is another command")
+            };
+            assert_eq!(args, ["--help", "--json"]);
+        }
     }
 
     #[test]

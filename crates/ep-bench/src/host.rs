@@ -279,9 +279,23 @@ impl Engine for HostEngine {
         let size = self.case.dtype.back().payload_bytes(self.case.shape.hidden);
         let Some(held) = &mut self.held else { return Err(self.nothing("rows_mut")) };
         let mut rows = held.rows_mut(back).map_err(|e| failed(rank, "rows_mut", &e))?;
-        let rows = rows.payload();
+        let mut rows = rows.payload();
         for (i, row) in outputs.chunks_exact(size).take(rows.len()).enumerate() {
             rows.bytes_mut(i).copy_from_slice(row);
+        }
+        Ok(())
+    }
+
+    fn scrub(&mut self) -> Result<()> {
+        // As a bf16, f16 or f32 a finite number that no run has a whole row of.
+        const SCRUBBED: u8 = 0xa5;
+        self.out.fill(SCRUBBED);
+        let (rank, back) = (self.rank, kind(self.case.dtype.back()));
+        let Some(held) = &mut self.held else { return Ok(()) };
+        let mut rows = held.rows_mut(back).map_err(|e| failed(rank, "rows_mut", &e))?;
+        let mut rows = rows.payload();
+        for i in 0..rows.len() {
+            rows.bytes_mut(i).fill(SCRUBBED);
         }
         Ok(())
     }
@@ -296,7 +310,7 @@ impl Engine for HostEngine {
             DType::F32 => elements_mut::<f32>(out).and_then(|out| RowsMut::new(out, hidden)),
             _ => elements_mut::<bf16>(out).and_then(|out| RowsMut::new(out, hidden)),
         };
-        rows.and_then(|rows| held.combine(&Queue::host(), rows, &self.combine))
+        rows.and_then(|rows| Ok(held.combine(&Queue::host(), rows, &self.combine)?))
             .map_err(|e| failed(self.rank, "combine", &e))?;
         Ok(())
     }

@@ -97,29 +97,44 @@ impl Dispatched {
     /// once to nearest even; a token without experts is +0 plus its biases.
     ///
     /// # Errors
-    /// Bad arguments or a busy lane at once (the result is dropped); different operations as the
-    /// same error on every rank; a time-out, a lost peer or an abort, after which the group is
+    /// Bad arguments or a busy lane at once: nothing was announced, and the error holds this result,
+    /// so that the call can be repeated ([`CombineError::into_result`]). Different operations as
+    /// the same error on every rank; a time-out, a lost peer or an abort, after which the group is
     /// unusable.
     pub fn combine<'a>(
         self,
         queue: &Queue,
         out: impl Into<Combined<'a>>,
         opts: &CombineOpts,
-    ) -> Result<Event> {
+    ) -> Result<Event, CombineError> {
         let out = out.into();
-        let kind = self.outgoing()?;
-        self.output_format(OP, kind)?;
-        check_out(&self.ep, &self.handle.routing, kind, &out)?;
-        self.combine_send(queue, opts)?.recv(queue, out)
+        if let Err(error) = self.check_combine(&out) {
+            return Err(CombineError { error, result: Some(Box::new(self)) });
+        }
+        Ok(self.combine_send(queue, opts)?.recv(queue, out)?)
     }
 
-    /// The first half of a combine: says that the rows are ready. Waits for nobody.
+    fn check_combine(&self, out: &Combined<'_>) -> Result<()> {
+        let kind = self.outgoing()?;
+        self.output_format(OP, kind)?;
+        check_out(&self.ep, &self.handle.routing, kind, out)
+    }
+
+    /// The first half of a combine: says that the rows are ready. It waits, bounded, only for the
+    /// end of a dropped dispatch on the same lane.
     ///
     /// # Errors
     /// As [`Dispatched::combine`].
-    pub fn combine_send(self, queue: &Queue, opts: &CombineOpts) -> Result<CombineSend> {
+    pub fn combine_send(
+        self,
+        queue: &Queue,
+        opts: &CombineOpts,
+    ) -> Result<CombineSend, CombineError> {
         let _ = queue;
-        Ok(CombineSend { parts: Some(self.start(opts)?) })
+        match self.prepare(opts) {
+            Ok(prepared) => Ok(CombineSend { parts: Some(self.announce(prepared)?) }),
+            Err(error) => Err(CombineError { error, result: Some(Box::new(self)) }),
+        }
     }
 
     /// The payload type that combine sends: what `rows_mut` was asked for, else what was received.
@@ -132,7 +147,8 @@ impl Dispatched {
         }
     }
 
-    fn start(self, opts: &CombineOpts) -> Result<Parts> {
+    /// Everything that can fail before peers are told.
+    fn prepare(&self, opts: &CombineOpts) -> Result<Prepared> {
         let _span = tracing::trace_span!("combine_send", lane = self.lane).entered();
         self.ep.usable(OP)?;
         let kind = self.outgoing()?;
@@ -150,11 +166,12 @@ impl Dispatched {
         let lane = LaneGuard::take(&ep, OP, index, ep.deadline())?;
         let travelling = if reduced {
             let to = OutFormat::rank_major(None, kind, ep.shape.hidden, ep.shape.topk);
-            reduce_experts(&self, &lane, kind, &format, &to, opts.weighted)?;
+            reduce_experts(self, &lane, kind, &format, &to, opts.weighted)?;
             to
         } else {
             format
         };
+        let (per_rank, weighted) = (reduced || !expert_major, opts.weighted && !reduced);
         let header = Header {
             op: notify::OP_COMBINE,
             slot: self.slot.index() as u32,
@@ -165,11 +182,61 @@ impl Dispatched {
             options: u64::from(reduced) * REDUCED + u64::from(opts.weighted) * WEIGHTED,
             ..Header::default()
         };
+        Ok(Prepared { lane, header, kind, format: travelling, per_rank, weighted })
+    }
+
+    fn announce(self, prepared: Prepared) -> Result<Parts> {
+        let Prepared { lane, header, kind, format, per_rank, weighted } = prepared;
         lane.announce(header, &[], &[])?;
         let Self { slot, handle, .. } = self;
-        let per_rank = reduced || !expert_major;
-        let weighted = opts.weighted && !reduced;
-        Ok(Parts { lane, slot, handle, kind, format: travelling, per_rank, weighted })
+        Ok(Parts { lane, slot, handle, kind, format, per_rank, weighted })
+    }
+}
+
+/// A combine that may be announced.
+struct Prepared {
+    lane: LaneGuard,
+    header: Header,
+    kind: PayloadKind,
+    format: OutFormat,
+    per_rank: bool,
+    weighted: bool,
+}
+
+/// Why a combine did not happen, with the result if it was not announced yet. Where only the reason
+/// matters, `?` turns it into an [`EpError`].
+#[derive(Debug, thiserror::Error)]
+#[error("{error}")]
+pub struct CombineError {
+    #[source]
+    error: EpError,
+    result: Option<Box<Dispatched>>,
+}
+
+impl CombineError {
+    /// The result, if nothing was announced: the combine can be called again.
+    pub fn into_result(self) -> Option<Dispatched> {
+        self.result.map(|result| *result)
+    }
+}
+
+impl std::ops::Deref for CombineError {
+    type Target = EpError;
+
+    fn deref(&self) -> &EpError {
+        &self.error
+    }
+}
+
+impl From<EpError> for CombineError {
+    fn from(error: EpError) -> Self {
+        Self { error, result: None }
+    }
+}
+
+impl From<CombineError> for EpError {
+    fn from(e: CombineError) -> Self {
+        e.error
     }
 }
 
@@ -217,27 +284,22 @@ impl Drop for CombineSend {
 /// [`Dispatched::combine`] for several ranks driven by one thread, phase by phase.
 ///
 /// # Errors
-/// The first rank's that fails. Ranks that had announced the operation abort their group then.
+/// The first rank's that fails.
 pub fn combine_all(
     queue: &Queue,
     calls: Vec<(Dispatched, Combined<'_>)>,
     opts: &CombineOpts,
 ) -> Result<Vec<Event>> {
     let _ = queue;
+    // All that can fail comes before any rank announces.
     for (result, out) in &calls {
-        check_out(&result.ep, &result.handle.routing, result.outgoing()?, out)?;
+        result.check_combine(out)?;
     }
+    let prepared = calls.iter().map(|(result, _)| result.prepare(opts));
+    let prepared = prepared.collect::<Result<Vec<_>>>()?;
     let mut started: Vec<(Parts, Combined<'_>)> = Vec::with_capacity(calls.len());
-    for (result, out) in calls {
-        match result.start(opts) {
-            Ok(parts) => started.push((parts, out)),
-            Err(e) => {
-                if let Some((first, _)) = started.first() {
-                    first.lane.ep.group.abort(&format!("combine_all could not go on: {e}"));
-                }
-                return Err(e);
-            }
-        }
+    for ((result, out), prepared) in calls.into_iter().zip(prepared) {
+        started.push((result.announce(prepared)?, out));
     }
     // A bad verdict is everyone's: all raise their flags before anyone waits for them.
     let mut refused = None;

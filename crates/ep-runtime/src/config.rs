@@ -3,29 +3,41 @@
 use ep_transport::{Deadline, Group, Transport};
 
 use crate::shape::Resolved;
-use crate::{EpError, Result};
+use crate::{EpError, MoeShape, Result};
 
 /// What has to be equal on all ranks, as text.
 pub(crate) struct Config(Vec<(&'static str, String)>);
 
 impl Config {
-    pub fn new(shape: &Resolved, transport: Option<&dyn Transport>) -> Self {
+    /// `resolved` is what this rank could make of it.
+    pub fn new(
+        shape: &MoeShape,
+        (slots, lanes): (usize, usize),
+        transport: Option<&dyn Transport>,
+        resolved: &Result<Resolved>,
+    ) -> Self {
+        let optional = |n: Option<usize>| n.map_or("default".into(), |n| n.to_string());
         let payloads: Vec<String> = shape.payloads.iter().map(|p| p.to_string()).collect();
-        let alignment = shape.expert_alignment.map_or("none".into(), |a| a.to_string());
+        let placement = shape.placement.as_ref();
+        let problem = resolved.as_ref().err().map_or("none".into(), |e| e.to_string());
         Self(vec![
             ("version", env!("CARGO_PKG_VERSION").into()),
             ("hidden", shape.hidden.to_string()),
             ("topk", shape.topk.to_string()),
-            ("experts", shape.placement.experts().to_string()),
-            ("placement", format!("{:016x}", shape.placement.digest())),
+            ("experts", shape.experts.to_string()),
+            (
+                "placement",
+                placement.map_or("contiguous".into(), |p| format!("{:016x}", p.digest())),
+            ),
             ("payloads", payloads.join("+")),
             ("max_tokens", shape.max_tokens.to_string()),
-            ("max_rows", shape.max_rows.to_string()),
-            ("expert_major", alignment),
-            ("max_expert_rows", shape.max_expert_rows.to_string()),
-            ("slots", shape.slots.to_string()),
-            ("lanes", shape.lanes.to_string()),
+            ("max_rows", optional(shape.max_rows)),
+            ("expert_major", optional(shape.expert_alignment)),
+            ("max_expert_rows", optional(shape.max_expert_rows)),
+            ("slots", slots.to_string()),
+            ("lanes", lanes.to_string()),
             ("transport", transport.map_or("default", |t| t.name()).into()),
+            ("problem", problem.replace('\n', " ")),
         ])
     }
 

@@ -29,16 +29,51 @@ const PHYSICAL_IDS: u64 = 2;
 #[derive(Debug)]
 enum Routing {
     /// Being made: nobody else has it yet.
-    New(Arc<HandleInner>),
+    New(Fresh),
     Cached(Handle),
 }
 
 impl Routing {
     fn get(&self) -> &HandleInner {
         match self {
-            Self::New(handle) => handle,
+            Self::New(fresh) => fresh,
             Self::Cached(handle) => &handle.routing,
         }
+    }
+}
+
+/// A handle nobody refers to yet. It goes back to the pool however the dispatch ends.
+#[derive(Debug)]
+struct Fresh {
+    ep: Arc<Inner>,
+    handle: Arc<HandleInner>,
+}
+
+impl Fresh {
+    fn take(ep: &Arc<Inner>) -> Self {
+        Self { ep: ep.clone(), handle: ep.handles.take() }
+    }
+
+    fn get_mut(&mut self) -> &mut HandleInner {
+        Arc::get_mut(&mut self.handle).expect("not shared before it is complete")
+    }
+
+    fn done(self) -> Arc<HandleInner> {
+        self.handle.clone()
+    }
+}
+
+impl std::ops::Deref for Fresh {
+    type Target = HandleInner;
+
+    fn deref(&self) -> &HandleInner {
+        &self.handle
+    }
+}
+
+impl Drop for Fresh {
+    fn drop(&mut self) {
+        self.ep.handles.keep(&self.handle);
     }
 }
 
@@ -110,16 +145,14 @@ pub fn dispatch_all(
 ) -> Result<Vec<Dispatched>> {
     for (ep, payload, route) in calls {
         payload::check(OP, &ep.inner, payload, route, opts)?;
+        ep.inner.could_start(OP, opts.lane, true)?;
     }
     let mut posted = Vec::with_capacity(calls.len());
     for (ep, payload, route) in calls {
         let one = Posted::new(&ep.inner, payload, route, opts);
         // Ranks that have announced the operation cannot take it back.
-        posted.push(one.inspect_err(|e| {
-            if let Some((first, ..)) = calls.first().filter(|_| !posted.is_empty()) {
-                first.inner.group.abort(&format!("dispatch_all could not go on: {e}"));
-            }
-        })?);
+        let first = posted.is_empty();
+        posted.push(one.map_err(|e| if first { e } else { ep.inner.give_up(OP, e) })?);
     }
     let prepared = posted.into_iter().map(Posted::prepare).collect::<Vec<_>>();
     let mut sent = Vec::with_capacity(calls.len());
@@ -160,14 +193,6 @@ impl Posted {
     ) -> Result<Self> {
         ep.usable(OP)?;
         payload::check(OP, ep, payload, route, opts)?;
-        if let Route::Cached(handle) = route
-            && handle.routing.ep != ep.id
-        {
-            return Err(EpError::argument(
-                OP,
-                "the handle belongs to another group, shape or rank",
-            ));
-        }
         let deadline = ep.deadline();
         let lane = LaneGuard::take(ep, OP, opts.lane, deadline)?;
         let slot = Slot::take(ep, OP)?;
@@ -189,8 +214,8 @@ impl Posted {
             Route::Topk { ids, weights } => {
                 header.op = notify::OP_DISPATCH;
                 header.layout = opts.layout.code();
-                let mut handle = ep.handles.take();
-                let new = Arc::get_mut(&mut handle).expect("the pool gives what nobody refers to");
+                let mut fresh = Fresh::take(ep);
+                let new = fresh.get_mut();
                 new.layout = opts.layout;
                 new.weights.clear();
                 new.weights.extend_from_slice(weights.unwrap_or(&[]));
@@ -203,7 +228,7 @@ impl Posted {
                 let sequence =
                     lane.announce(header, &new.send.expert_counts, &new.send.rank_counts)?;
                 new.id = ((opts.lane as u64) << 48) | sequence;
-                Routing::New(handle)
+                Routing::New(fresh)
             }
         };
         Ok(Self { lane, slot, routing, kind: payload.kind, capacity: opts.capacity })
@@ -222,10 +247,10 @@ impl Posted {
 
     fn prepare_in_place(&mut self) -> Result<()> {
         let ep = self.lane.ep.clone();
-        self.lane.collect(OP, ep.deadline())?;
+        self.lane.collect("dispatch, announcements", ep.deadline())?;
         notify::verdict(OP, &self.lane.state().headers)?;
-        let Routing::New(handle) = &mut self.routing else { return Ok(()) };
-        let handle = Arc::get_mut(handle).expect("not shared before it is complete");
+        let Routing::New(fresh) = &mut self.routing else { return Ok(()) };
+        let handle = fresh.get_mut();
         handle.matrix.reset(&ep.shape.placement);
         for source in 0..ep.shape.world {
             let mailbox = ep.local(ep.window.mailbox(self.lane.index, source));
@@ -258,7 +283,7 @@ impl Posted {
     /// Writes every row to its final place and tells the peers.
     fn write(self, payload: &Payload<'_>) -> Result<DispatchSend> {
         let ep = &self.lane.ep;
-        let format = record_format(ep, self.kind)?;
+        let (format, _) = ep.shape.formats(self.kind);
         let mut state = self.lane.state();
         let handle = self.routing.get();
         self.aim(&mut state, &format);
@@ -324,11 +349,6 @@ impl Posted {
     }
 }
 
-fn record_format(ep: &Inner, kind: PayloadKind) -> Result<RecordFormat> {
-    let made = RecordFormat::new(kind, ep.shape.hidden, ep.shape.topk);
-    made.map_err(|e| EpError::argument(OP, e.to_string()))
-}
-
 fn set_status(header: &mut Header, error: &IdError) -> Result<()> {
     let (status, token, id) = match *error {
         IdError::OutOfRange { token, id, .. } => (notify::STATUS_RANGE, token, id),
@@ -358,27 +378,26 @@ impl DispatchSend {
         let Posted { lane, slot, mut routing, kind, capacity } = posted;
         let ep = lane.ep.clone();
         let deadline = ep.deadline();
-        lane.wait("dispatch recv", &ep.peers, Phase::Done, deadline)?;
+        lane.wait("dispatch, rows", &ep.peers, Phase::Done, deadline)?;
         lane.flush(deadline)?;
         if let Layout::ExpertMajor { .. } = routing.get().layout {
             expand(&ep, &lane, &slot, &mut routing, kind)?;
         }
         let handle = match routing {
-            Routing::New(routing) => {
-                ep.handles.keep(&routing);
-                Handle { routing }
-            }
+            Routing::New(fresh) => Handle { routing: fresh.done() },
             Routing::Cached(handle) => handle,
         };
         let result = Dispatched::new(ep, slot, handle, Some(kind), capacity, lane.index);
-        result.mark_tail()?;
+        result.mark_tail();
         Ok(result)
     }
 }
 
 impl Drop for DispatchSend {
     fn drop(&mut self) {
-        if let Some(Posted { lane, slot, .. }) = self.parts.take() {
+        if let Some(Posted { lane, slot, routing, kind, .. }) = self.parts.take() {
+            let (format, _) = lane.ep.shape.formats(kind);
+            slot.tail().lock().overwritten(routing.get().rows * format.stride);
             lane.abandon(slot.detach());
         }
     }
@@ -392,9 +411,7 @@ fn expand(
     routing: &mut Routing,
     kind: PayloadKind,
 ) -> Result<()> {
-    let format = record_format(ep, kind)?;
-    let expert_format = ExpertFormat::new(kind, ep.shape.hidden)
-        .map_err(|e| EpError::argument(OP, e.to_string()))?;
+    let (format, expert_format) = ep.shape.formats(kind);
     let from = ep.local(ep.window.rank_rows(slot.index())).cast_const();
     let base = ep.local(ep.window.expert_rows(slot.index()));
     let rows = ep.shape.max_expert_rows;
@@ -402,8 +419,8 @@ fn expand(
         ExpertRows { base, rows, fmt, offsets: &handle.offsets, counts: &handle.counts }
     }
     match routing {
-        Routing::New(handle) => {
-            let handle = Arc::get_mut(handle).expect("not shared before it is complete");
+        Routing::New(fresh) => {
+            let handle = fresh.get_mut();
             let mut received = std::mem::take(&mut handle.received);
             // SAFETY: the slot is this rank's and all its rows have arrived; the regions do not
             // overlap and hold the reserved rows, within which the verdict keeps these.

@@ -12,7 +12,7 @@ use ep_transport::{
 
 use crate::config::Config;
 use crate::handle::HandlePool;
-use crate::lane::{Lane, mapped};
+use crate::lane::{Lane, LaneGuard, mapped};
 use crate::result::Dispatched;
 use crate::shape::{Plan, Resolved, Window};
 use crate::slots::{Slot, Slots};
@@ -125,15 +125,19 @@ impl EpBuilder {
     /// configured differently; what the transport says otherwise.
     pub fn build(&self, group: &Group) -> Result<Ep> {
         let Place::Host = self.place;
-        let shape = self.shape.resolve(group.world(), self.slots, self.lanes)?;
-        let window = shape.window(self.needs_staging())?;
         let deadline = Deadline::after(self.connect_timeout);
-        Config::new(&shape, self.transport.as_deref()).compare(group, deadline)?;
+        let shape = self.shape.resolve(group.world(), self.slots, self.lanes);
+        let transport = self.transport.as_deref();
+        Config::new(&self.shape, (self.slots, self.lanes), transport, &shape)
+            .compare(group, deadline)?;
+        let shape = shape?;
+        let window = shape.window(self.needs_staging())?;
         let spec = WindowSpec { bytes: window.bytes, flags: crate::notify::flags(shape.lanes) };
         let link = match &self.transport {
             Some(transport) => transport.open(group, spec, deadline)?,
             None => open_host(group, spec, deadline)?,
         };
+        check_link(group, &*link, &window, self.needs_staging(), deadline)?;
         tracing::debug!(
             rank = group.rank(),
             world = group.world(),
@@ -141,6 +145,51 @@ impl EpBuilder {
             "expert-parallel group is ready"
         );
         Ok(Ep { inner: Arc::new(Inner::new(group.clone(), link, shape, window, self.timeout)) })
+    }
+}
+
+/// What a transport says of its windows is checked before it becomes an address.
+fn check_link(
+    group: &Group,
+    link: &dyn Link,
+    window: &Window,
+    staging: bool,
+    deadline: Deadline,
+) -> Result<()> {
+    let mut reached = Vec::with_capacity(group.world());
+    let mut problem = None;
+    for peer in 0..group.world() {
+        let mapping =
+            if peer == group.rank() { Some(link.window()) } else { mapped(link.reach(peer)) };
+        reached.push(u8::from(mapping.is_some()));
+        match mapping {
+            Some(m) if m.bytes < window.bytes || !m.base.as_ptr().cast::<u128>().is_aligned() => {
+                let (got, need) = (m.bytes, window.bytes);
+                problem = Some(format!(
+                    "the window of rank {peer} is {got} bytes of {need}, or not aligned"
+                ));
+            }
+            None if !staging => {
+                problem = Some(format!("rank {peer} is not mapped, against maps_all_peers()"));
+            }
+            _ => {}
+        }
+    }
+    // One more byte says whether this rank is content, so that all ranks fail together.
+    reached.push(u8::from(problem.is_none()));
+    let all = group.all_gather_within("build", &reached, deadline)?;
+    let detail = problem.or_else(|| {
+        let world = group.world();
+        let one_sided = |(a, b): (usize, usize)| all[a].get(b) != all[b].get(a);
+        let pairs = (0..world).flat_map(|a| (0..a).map(move |b| (a, b)));
+        let pair = pairs.into_iter().find(|&p| one_sided(p));
+        let unhappy = (0..world).find(|&r| all[r].get(world) != Some(&1));
+        pair.map(|(a, b)| format!("of ranks {b} and {a} only one maps the other"))
+            .or(unhappy.map(|r| format!("rank {r} cannot use its windows")))
+    });
+    match detail {
+        Some(detail) => Err(TransportError::Unsupported { op: "build", detail }.into()),
+        None => Ok(()),
     }
 }
 
@@ -230,12 +279,36 @@ impl Inner {
         self.own.base.as_ptr().wrapping_add(offset)
     }
 
-    /// Passes a transport's verdict on, telling the peers of a failure.
-    pub fn check<T>(&self, result: Result<T, TransportError>) -> Result<T> {
+    /// Passes on the verdict of a transport in the middle of an operation, telling the peers of a
+    /// failure. Flags are out of phase then, whatever the transport thinks of its error.
+    pub fn check<T>(&self, op: &'static str, result: Result<T, TransportError>) -> Result<T> {
         result.map_err(|e| {
+            if e.group_usable() {
+                return self.give_up(op, e.into());
+            }
             self.group.report(&e);
             EpError::Transport(e)
         })
+    }
+
+    /// Ends the group after an error that came when peers counted on this rank already.
+    pub fn give_up(&self, op: &'static str, error: EpError) -> EpError {
+        if !error.group_usable() {
+            return error;
+        }
+        let why = error.to_string();
+        self.group.abort(&why);
+        TransportError::Aborted { op, by: self.rank(), blames: None, why }.into()
+    }
+
+    /// Fails if an operation on `lane`, which may need a slot, could not start now.
+    pub fn could_start(self: &Arc<Self>, op: &'static str, lane: usize, slot: bool) -> Result<()> {
+        self.usable(op)?;
+        drop(LaneGuard::take(self, op, lane, self.deadline())?);
+        if slot {
+            drop(Slot::take(self, op)?);
+        }
+        Ok(())
     }
 
     /// Passes a kernel's verdict on rows on; rows that are not what was announced end the group.
@@ -291,7 +364,8 @@ impl Ep {
         self.inner.usable(OP)?;
         self.own(OP, handle)?;
         let slot = Slot::take(&self.inner, OP)?;
-        Ok(Dispatched::new(self.inner.clone(), slot, handle.clone(), None, false, 0))
+        let lane = (handle.routing.id >> 48) as usize;
+        Ok(Dispatched::new(self.inner.clone(), slot, handle.clone(), None, false, lane))
     }
 
     pub(crate) fn own(&self, op: &'static str, handle: &Handle) -> Result<()> {

@@ -30,7 +30,7 @@ pub(crate) struct Parts {
 impl Parts {
     /// Waits for the announcements and judges them.
     pub fn gather(&self) -> Result<()> {
-        self.lane.collect(OP, self.lane.ep.deadline())?;
+        self.lane.collect("combine, announcements", self.lane.ep.deadline())?;
         notify::verdict(OP, &self.lane.state().headers)
     }
 
@@ -80,7 +80,7 @@ impl Parts {
     /// Waits for the blocks that were sent here.
     pub fn pull(&self) -> Result<()> {
         let ep = &*self.lane.ep;
-        self.lane.wait(OP, &ep.bulk, Phase::Done, ep.deadline())
+        self.lane.wait("combine, blocks", &ep.bulk, Phase::Done, ep.deadline())
     }
 
     /// Sums the rows of every token of this rank.
@@ -139,7 +139,7 @@ impl Parts {
     pub fn settle(&self) -> Result<()> {
         let ep = &*self.lane.ep;
         let deadline = ep.deadline();
-        self.lane.wait(OP, &ep.direct, Phase::Done, deadline)?;
+        self.lane.wait("combine, read by all", &ep.direct, Phase::Done, deadline)?;
         self.lane.flush(deadline)
     }
 
@@ -285,6 +285,7 @@ pub(crate) fn reduce_experts(
     let topk = ep.shape.topk;
     let source = ep.local(ep.window.expert_rows(result.slot.index())).cast_const();
     let target = ep.local(ep.window.rank_rows(result.slot.index()));
+    result.slot.tail().lock().overwritten(handle.rows * to.stride);
     let mut state = lane.state();
     let Scratch { rows, weights, order, .. } = &mut state.scratch;
     for row in 0..handle.rows {

@@ -177,7 +177,8 @@ impl HandlePool {
     /// A handle nobody else refers to. It leaves the pool, so that it can be filled.
     pub fn take(&self) -> Arc<HandleInner> {
         let mut all = self.all.lock();
-        match all.iter_mut().position(|h| Arc::get_mut(h).is_some()) {
+        // The one used last is the warmest.
+        match all.iter_mut().rposition(|h| Arc::get_mut(h).is_some()) {
             Some(free) => all.swap_remove(free),
             None => Arc::new(HandleInner::new(self.ep, self.rank)),
         }

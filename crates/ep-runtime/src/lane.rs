@@ -89,13 +89,36 @@ impl LaneGuard {
             return Err(EpError::LaneBusy { op, lane: index, lanes });
         }
         let guard = Self { ep: ep.clone(), index };
-        let abandoned = guard.state().abandoned.take();
-        if let Some(slot) = abandoned {
-            guard.wait(op, &ep.peers, Phase::Done, deadline)?;
-            guard.flush(deadline)?;
-            ep.slots.give_back(slot);
-        }
+        guard.finish_abandoned(deadline)?;
+        ep.usable(op)?;
         Ok(guard)
+    }
+
+    /// Brings a dispatch whose second half was dropped to its end.
+    fn finish_abandoned(&self, deadline: Deadline) -> Result<()> {
+        let abandoned = self.state().abandoned.take();
+        if let Some(slot) = abandoned {
+            let op = "the end of a dropped dispatch";
+            self.wait(op, &self.ep.peers, Phase::Done, deadline)?;
+            self.flush(deadline)?;
+            self.ep.slots.give_back(slot);
+        }
+        Ok(())
+    }
+
+    /// Frees the slots of dropped dispatches on idle lanes, as far as that takes no wait.
+    pub fn sweep(ep: &Arc<Inner>) {
+        for index in 0..ep.lanes.len() {
+            if ep.lanes[index].busy.swap(true, Ordering::Acquire) {
+                continue;
+            }
+            let guard = Self { ep: ep.clone(), index };
+            let abandoned = guard.state().abandoned.is_some();
+            if abandoned && guard.ready(Phase::Done) {
+                // An error has been told to the group, where the caller finds it.
+                let _ = guard.finish_abandoned(ep.deadline());
+            }
+        }
     }
 
     /// The lane's buffers. Uncontended: the guard is the only user.
@@ -126,8 +149,9 @@ impl LaneGuard {
             notify::write(ep.local(outbox), &header, experts, ranks);
             notify::write(ep.local(mailbox), &header, experts, ranks);
         }
+        let bytes = notify::bytes(experts.len() + ranks.len());
         for &peer in &ep.peers {
-            self.write_block(peer, outbox, mailbox, ep.window.message)?;
+            self.write_block(peer, outbox, mailbox, bytes)?;
             self.signal(peer, Phase::Posted)?;
         }
         Ok(sequence)
@@ -178,13 +202,14 @@ impl LaneGuard {
             },
             None => {
                 let put = ep_transport::Put { peer, from, to, bytes };
-                ep.check(ep.link.put(&Queue::host(), put))
+                ep.check("put", ep.link.put(&Queue::host(), put))
             }
         }
     }
 
     fn signal(&self, peer: usize, phase: Phase) -> Result<()> {
-        self.ep.check(self.ep.link.signal(&Queue::host(), peer, phase.flag(self.index)))
+        let signalled = self.ep.link.signal(&Queue::host(), peer, phase.flag(self.index));
+        self.ep.check("signal", signalled)
     }
 
     /// Waits until the sources of all puts may be reused.
@@ -192,7 +217,7 @@ impl LaneGuard {
         if self.ep.bulk.is_empty() {
             return Ok(());
         }
-        self.ep.check(self.ep.link.flush(&Queue::host(), deadline))
+        self.ep.check("flush", self.ep.link.flush(&Queue::host(), deadline))
     }
 
     /// Waits for and consumes a flag of each of `peers`.
@@ -205,23 +230,27 @@ impl LaneGuard {
     ) -> Result<()> {
         let flag = phase.flag(self.index);
         let waited = self.ep.link.wait(&Queue::host(), op, peers, flag, deadline);
-        self.ep.check(waited.map_err(|e| self.explain(e)))
+        self.ep.check(op, waited.map_err(|e| self.explain(e)))
     }
 
     /// Adds to a time-out what the absent peers are doing instead, if it can be seen.
     fn explain(&self, error: TransportError) -> TransportError {
-        let TransportError::Timeout { op, peers, after, hint } = error else { return error };
+        let TransportError::Timeout { op, peers, after, .. } = error else { return error };
+        let operation = self.state().sequence;
         let elsewhere = peers.iter().find_map(|&peer| {
             let posted = |lane: &usize| self.ep.link.ready(&[peer], Phase::Posted.flag(*lane));
-            let lane = (0..self.ep.lanes.len()).filter(|&l| l != self.index).find(posted)?;
+            let idle = |&l: &usize| !self.ep.lanes[l].busy.load(Ordering::Relaxed);
+            let lane = (0..self.ep.lanes.len()).filter(idle).find(posted)?;
             Some(format!(
-                ": rank {peer} has announced an operation on lane {lane} that this rank has not \
+                "; rank {peer} has announced an operation on lane {lane} that this rank has not \
                  submitted, while this rank waits on lane {}; operations have to be submitted in \
                  the same order on all ranks",
                 self.index
             ))
         });
-        TransportError::Timeout { op, peers, after, hint: elsewhere.unwrap_or(hint) }
+        let elsewhere = elsewhere.unwrap_or_default();
+        let hint = format!(" (lane {}, operation {operation}){elsewhere}", self.index);
+        TransportError::Timeout { op, peers, after, hint }
     }
 
     /// Whether every peer has raised `phase`.

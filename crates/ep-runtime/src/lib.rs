@@ -67,7 +67,7 @@ mod shape;
 mod slots;
 mod views;
 
-pub use combine::{CombineOpts, CombineSend, Combined, Precision, combine_all};
+pub use combine::{CombineError, CombineOpts, CombineSend, Combined, Precision, combine_all};
 pub use dispatch::{DispatchSend, dispatch_all};
 pub use ep::{Ep, EpBuilder, Place};
 pub use ep_kernels::{

@@ -77,7 +77,12 @@ const _: () = assert!(HEADER.is_multiple_of(8) && align_of::<Header>() == 8);
 
 /// Bytes of an announcement, a multiple of a cache line.
 pub(crate) fn message_bytes(physical: usize, world: usize) -> usize {
-    (HEADER + 4 * (physical + world)).next_multiple_of(64)
+    bytes(physical + world).next_multiple_of(64)
+}
+
+/// Bytes of an announcement with so many counts.
+pub(crate) fn bytes(counts: usize) -> usize {
+    (HEADER + 4 * counts).next_multiple_of(16)
 }
 
 fn op_name(op: u32) -> &'static str {

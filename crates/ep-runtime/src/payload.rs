@@ -126,6 +126,9 @@ pub(crate) fn check(
     }
     check_payload(op, ep, payload)?;
     match route {
+        Route::Cached(handle) if handle.routing.ep != ep.id => {
+            bad("the handle belongs to another group, shape or rank".into())
+        }
         Route::Cached(handle) if handle.tokens() != tokens => {
             bad(format!("{tokens} rows; the handle routes {} tokens", handle.tokens()))
         }

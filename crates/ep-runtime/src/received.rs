@@ -7,7 +7,7 @@ use ep_kernels::{DType, ExpertFormat, PayloadKind, RecordFormat};
 use crate::ep::Inner;
 use crate::result::Dispatched;
 use crate::shape::OutFormat;
-use crate::{EpError, Handle, Layout, Result, Rows, RowsMut};
+use crate::{Handle, Layout, Rows, RowsMut};
 
 /// The format of rows in a slot, either way they are laid out.
 #[derive(Clone, Copy, Debug)]
@@ -17,13 +17,12 @@ pub(crate) enum Format {
 }
 
 impl Format {
-    pub fn new(ep: &Inner, layout: Layout, kind: PayloadKind) -> Result<Self> {
-        let (hidden, topk) = (ep.shape.hidden, ep.shape.topk);
-        let made = match layout {
-            Layout::RankMajor => RecordFormat::new(kind, hidden, topk).map(Self::Rank),
-            Layout::ExpertMajor { .. } => ExpertFormat::new(kind, hidden).map(Self::Expert),
-        };
-        made.map_err(|e| EpError::argument("rows", e.to_string()))
+    pub fn new(ep: &Inner, layout: Layout, kind: PayloadKind) -> Self {
+        let (record, expert) = ep.shape.formats(kind);
+        match layout {
+            Layout::RankMajor => Self::Rank(record),
+            Layout::ExpertMajor { .. } => Self::Expert(expert),
+        }
     }
 
     /// The format in which rows of `kind` are combined out of a slot that holds this.
@@ -47,15 +46,6 @@ impl Format {
     }
 }
 
-pub(crate) const EMPTY: ExpertFormat = ExpertFormat {
-    payload_bytes: 0,
-    scales_at: 0,
-    scale_bytes: 0,
-    weight_at: 0,
-    row_at: 0,
-    stride: 16,
-};
-
 impl Format {
     pub fn stride(&self) -> usize {
         match self {
@@ -67,11 +57,18 @@ impl Format {
     /// # Safety
     /// `row` is a row of this format.
     pub unsafe fn mark_empty(&self, row: *mut u8) {
-        // SAFETY: by this function's contract; parts of a row are aligned to 16 (row_at to 4).
+        // SAFETY: by this function's contract; parts of a row are aligned to 16, or 4 in an expert's.
         unsafe {
             match self {
-                Self::Rank(f) => row.add(f.source_at).cast::<[i32; 2]>().write([-1, -1]),
-                Self::Expert(f) => row.add(f.row_at).cast::<i32>().write(-1),
+                Self::Rank(f) => {
+                    std::slice::from_raw_parts_mut(row.add(f.ids_at).cast(), f.topk).fill(-1);
+                    row.add(f.weights_at).cast::<f32>().write_bytes(0, f.topk);
+                    row.add(f.source_at).cast::<[i32; 2]>().write([-1, -1]);
+                }
+                Self::Expert(f) => {
+                    row.add(f.weight_at).cast::<f32>().write(0.0);
+                    row.add(f.row_at).cast::<i32>().write(-1);
+                }
             }
         }
     }
@@ -96,7 +93,7 @@ pub struct Received<'a> {
     /// The rank-major records of the slot, their number and format.
     pub(crate) records: *const u8,
     pub(crate) record_rows: usize,
-    pub(crate) record: Option<RecordFormat>,
+    pub(crate) record: RecordFormat,
     pub(crate) memory: PhantomData<&'a [u8]>,
 }
 
@@ -221,7 +218,7 @@ impl<'a> Received<'a> {
             Format::Rank(f) => (self.column::<i32>(f.source_at, 2), i),
             Format::Expert(f) => {
                 let row = usize::try_from(self.column::<i32>(f.row_at, 1).get(i)[0]).ok()?;
-                let at = self.record?;
+                let at = self.record;
                 let sources = Column {
                     base: self.records.wrapping_add(at.source_at).cast(),
                     rows: self.record_rows,
@@ -250,8 +247,9 @@ impl<'a> Received<'a> {
 /// Rows to be combined, to be written.
 #[derive(Debug)]
 pub struct Outputs<'a> {
-    pub(crate) payload: RowsMut<'a>,
     pub(crate) base: *mut u8,
+    pub(crate) rows: usize,
+    pub(crate) dtype: DType,
     pub(crate) format: OutFormat,
     pub(crate) memory: PhantomData<&'a mut [u8]>,
 }
@@ -261,10 +259,13 @@ unsafe impl Send for Outputs<'_> {}
 // SAFETY: as above.
 unsafe impl Sync for Outputs<'_> {}
 
-impl<'a> Outputs<'a> {
+impl Outputs<'_> {
     /// The rows, `[rows, hidden]`.
-    pub fn payload(&mut self) -> &mut RowsMut<'a> {
-        &mut self.payload
+    pub fn payload(&mut self) -> RowsMut<'_> {
+        let OutFormat { payload_bytes, stride, .. } = self.format;
+        // SAFETY: the slot holds so many rows of this stride, initialised as all of a window, and
+        // is borrowed exclusively for as long as the view.
+        unsafe { RowsMut::from_raw(self.base, self.rows, payload_bytes, stride, self.dtype) }
     }
 
     /// The weights that row `i` carries home (see [`Combined::weights`]): K values, one for each
@@ -276,9 +277,8 @@ impl<'a> Outputs<'a> {
     /// # Panics
     /// When there is no such row.
     pub fn weights(&mut self, i: usize) -> &mut [f32] {
-        assert!(i < self.payload.len(), "row {i} of {}", self.payload.len());
-        // SAFETY: the row is inside the slot, borrowed exclusively; its weights are aligned to 4
-        // and do not overlap the payload rows handed out by `payload`.
+        assert!(i < self.rows, "row {i} of {}", self.rows);
+        // SAFETY: the row is inside the slot, borrowed exclusively; its weights are aligned to 4.
         unsafe {
             let at = self.base.add(i * self.format.stride + self.format.weights_at);
             std::slice::from_raw_parts_mut(at.cast(), self.format.weights)
@@ -294,7 +294,7 @@ struct Chunk([u8; 16]);
 #[derive(Debug)]
 pub struct Owned {
     handle: Handle,
-    layout: (Format, PayloadKind, Option<RecordFormat>),
+    layout: (Format, PayloadKind, RecordFormat),
     rows: usize,
     real: usize,
     data: Vec<Chunk>,
@@ -306,11 +306,9 @@ impl Owned {
     pub(crate) fn copy(from: &Dispatched) -> Self {
         let rows = from.rows();
         let expert_major = matches!(rows.format, Format::Expert(_));
-        let records = match rows.record.filter(|_| expert_major) {
-            // SAFETY: the records are in the slot `from` owns.
-            Some(f) => unsafe { chunks(rows.records, from.handle.routing.rows * f.stride) },
-            None => Vec::new(),
-        };
+        let record_bytes = if expert_major { rows.record_rows * rows.record.stride } else { 0 };
+        // SAFETY: the records are in the slot `from` owns.
+        let records = unsafe { chunks(rows.records, record_bytes) };
         Self {
             handle: from.handle.clone(),
             layout: (rows.format, rows.kind, rows.record),

@@ -3,14 +3,14 @@
 use std::marker::PhantomData;
 use std::sync::Arc;
 
-use ep_kernels::{PayloadKind, RecordFormat};
+use ep_kernels::PayloadKind;
 use ep_transport::Queue;
 
 use crate::ep::Inner;
-use crate::received::{EMPTY, Format, Outputs, Owned, Received};
+use crate::received::{Format, Outputs, Owned, Received};
 use crate::shape::OutFormat;
-use crate::slots::{Slot, Tail};
-use crate::{EpError, Event, Handle, Layout, Result, RowsMut};
+use crate::slots::Slot;
+use crate::{EpError, Event, Handle, Layout, Result};
 
 /// The rows a dispatch brought to this rank. Owns the slot they are in until it is combined,
 /// released, copied out or dropped.
@@ -59,7 +59,7 @@ impl Dispatched {
         self.handle.offsets()
     }
 
-    /// The rows the views show.
+    /// The rows that `rows` shows.
     fn shown(&self) -> usize {
         match (self.capacity, self.handle.layout()) {
             (false, _) => self.num_rows(),
@@ -76,8 +76,8 @@ impl Dispatched {
         })
     }
 
-    fn format(&self) -> Result<Option<Format>> {
-        self.received.map(|kind| Format::new(&self.ep, self.handle.layout(), kind)).transpose()
+    fn format(&self) -> Option<Format> {
+        self.received.map(|kind| Format::new(&self.ep, self.handle.layout(), kind))
     }
 
     /// The received rows with what belongs to each. In a slot of [`Ep::combine_slot`] there are
@@ -85,27 +85,30 @@ impl Dispatched {
     ///
     /// [`Ep::combine_slot`]: crate::Ep::combine_slot
     pub fn rows(&self) -> Received<'_> {
-        let format = self.format().ok().flatten();
-        let shown = if format.is_some() { self.shown() } else { 0 };
-        let records = self.ep.local(self.ep.window.rank_rows(self.slot.index()));
+        let kind = self.received.unwrap_or(self.ep.shape.payloads[0]);
+        let (shown, real) = match self.received {
+            Some(_) => (self.shown(), self.num_rows()),
+            None => (0, 0),
+        };
+        let (record, expert) = self.ep.shape.formats(kind);
         Received {
             base: self.base(),
-            // A slot without received rows shows none, in the format of any payload it can hold.
-            format: format.unwrap_or(Format::Expert(EMPTY)),
-            kind: self.received.unwrap_or(PayloadKind::Bf16),
+            format: match self.handle.layout() {
+                Layout::RankMajor => Format::Rank(record),
+                Layout::ExpertMajor { .. } => Format::Expert(expert),
+            },
+            kind,
             rows: shown,
-            real: if format.is_some() { self.num_rows() } else { 0 },
-            records,
+            real,
+            records: self.ep.local(self.ep.window.rank_rows(self.slot.index())),
             record_rows: self.handle.routing.rows,
-            record: self.received.and_then(|kind| {
-                RecordFormat::new(kind, self.ep.shape.hidden, self.ep.shape.topk).ok()
-            }),
+            record,
             memory: PhantomData,
         }
     }
 
     /// Room for the rows that combine sends home, in this result's own slot, so that nothing is
-    /// copied. It is the memory of [`Dispatched::rows`]: in place, row by row, where an output row
+    /// copied; for the rows there are, also in capacity mode. It is the memory of [`Dispatched::rows`]: in place, row by row, where an output row
     /// is not larger than a received one; otherwise the received rows have to be consumed first.
     ///
     /// # Errors
@@ -113,17 +116,9 @@ impl Dispatched {
     pub fn rows_mut(&mut self, kind: PayloadKind) -> Result<Outputs<'_>> {
         let format = self.output_format("rows_mut", kind)?;
         self.output = Some(kind);
-        let in_place = self.format()?.is_some_and(|f| f.stride() == format.stride);
-        if !in_place {
-            *self.slot.tail().lock() = Tail::default();
-        }
-        let (base, rows) = (self.base(), self.shown());
-        // SAFETY: the slot is owned by this exclusively borrowed result; so many rows of this
-        // stride were reserved; a window's bytes are always initialised.
-        let payload = unsafe {
-            RowsMut::from_raw(base, rows, format.payload_bytes, format.stride, kind.dtype())
-        };
-        Ok(Outputs { payload, base, format, memory: PhantomData })
+        let rows = self.num_rows();
+        self.slot.tail().lock().overwritten(rows * format.stride);
+        Ok(Outputs { base: self.base(), rows, dtype: kind.dtype(), format, memory: PhantomData })
     }
 
     pub(crate) fn output_format(&self, op: &'static str, kind: PayloadKind) -> Result<OutFormat> {
@@ -135,7 +130,7 @@ impl Dispatched {
             let detail = format!("the layer was built without MoeShape::payload({kind})");
             return Err(EpError::argument(op, detail));
         }
-        Ok(Format::output(self.format()?, &self.ep, self.handle.layout(), kind))
+        Ok(Format::output(self.format(), &self.ep, self.handle.layout(), kind))
     }
 
     /// Frees the slot once everything submitted to `queue` so far is done.
@@ -150,28 +145,21 @@ impl Dispatched {
         Owned::copy(&self)
     }
 
-    /// In capacity mode, marks the rows behind the last as rows without a source. Only those that
-    /// may hold one are touched, so the cost follows the rows there are.
-    pub(crate) fn mark_tail(&self) -> Result<()> {
-        let Some(kind) = self.received else { return Ok(()) };
-        let format = Format::new(&self.ep, self.handle.layout(), kind)?;
-        let code = Some((kind.code(), self.handle.layout().code()));
-        let rows = self.num_rows();
-        let mut tail = self.slot.tail().lock();
-        let known = if tail.format == code { Some(tail.marked_from) } else { None };
-        if !self.capacity {
-            *tail = match known {
-                Some(from) => Tail { format: code, marked_from: from.max(rows) },
-                None => Tail::default(),
-            };
-            return Ok(());
-        }
+    /// In capacity mode, marks the rows behind the last as rows without ids and source. Only those
+    /// that may hold some are touched, so that the cost follows the rows there are.
+    pub(crate) fn mark_tail(&self) {
+        let Some(kind) = self.received else { return };
+        let format = Format::new(&self.ep, self.handle.layout(), kind);
+        let code = (kind.code(), self.handle.layout().code());
         let base = self.base();
-        for row in rows..known.unwrap_or(self.shown()) {
+        let mut tail = self.slot.tail().lock();
+        let unmarked = tail.received(code, format.stride(), self.num_rows(), self.shown());
+        for row in unmarked.filter(|_| self.capacity) {
             // SAFETY: the row is within the slot, which this result owns.
             unsafe { format.mark_empty(base.add(row * format.stride())) };
         }
-        *tail = Tail { format: code, marked_from: rows };
-        Ok(())
+        if self.capacity {
+            tail.marked();
+        }
     }
 }

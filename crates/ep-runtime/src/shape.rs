@@ -138,8 +138,9 @@ impl MoeShape {
             ));
         }
         let mut strides = Strides::default();
+        let mut formats = Vec::new();
         for &kind in &payloads {
-            strides.include(kind, self.hidden, self.topk)?;
+            formats.push(strides.include(kind, self.hidden, self.topk)?);
         }
         Ok(Resolved {
             hidden: self.hidden,
@@ -149,6 +150,7 @@ impl MoeShape {
             max_expert_rows,
             expert_alignment: self.expert_alignment,
             payloads,
+            formats,
             placement,
             world,
             slots,
@@ -185,7 +187,12 @@ pub(crate) struct Strides {
 }
 
 impl Strides {
-    fn include(&mut self, kind: PayloadKind, hidden: usize, topk: usize) -> Result<()> {
+    fn include(
+        &mut self,
+        kind: PayloadKind,
+        hidden: usize,
+        topk: usize,
+    ) -> Result<(RecordFormat, ExpertFormat)> {
         let record = RecordFormat::new(kind, hidden, topk)
             .map_err(|e| EpError::argument("plan", format!("payload {kind}: {e}")))?;
         self.rank = self.rank.max(record.stride);
@@ -196,7 +203,7 @@ impl Strides {
             self.rank = self.rank.max(OutFormat::rank_major(None, kind, hidden, topk).stride);
             self.expert = self.expert.max(OutFormat::expert_major(None, kind, hidden).stride);
         }
-        Ok(())
+        Ok((record, expert))
     }
 }
 
@@ -254,6 +261,7 @@ pub(crate) struct Resolved {
     pub max_expert_rows: usize,
     pub expert_alignment: Option<usize>,
     pub payloads: Vec<PayloadKind>,
+    formats: Vec<(RecordFormat, ExpertFormat)>,
     pub placement: Placement,
     pub world: usize,
     pub slots: usize,
@@ -263,19 +271,35 @@ pub(crate) struct Resolved {
 
 const PAGE: usize = 4096;
 
-fn pages(bytes: usize) -> usize {
-    bytes.next_multiple_of(PAGE)
+fn pages(bytes: usize) -> Result<usize> {
+    bytes.checked_next_multiple_of(PAGE).ok_or_else(too_large)
+}
+
+fn too_large() -> EpError {
+    EpError::argument("plan", "the window would exceed the address space")
+}
+
+fn mul(a: usize, b: usize) -> Result<usize> {
+    a.checked_mul(b).ok_or_else(too_large)
+}
+
+fn add(a: usize, b: usize) -> Result<usize> {
+    a.checked_add(b).ok_or_else(too_large)
 }
 
 impl Resolved {
+    /// The formats of received rows of `kind`, one of this shape's payloads.
+    pub fn formats(&self, kind: PayloadKind) -> (RecordFormat, ExpertFormat) {
+        let known = self.payloads.iter().position(|&p| p == kind).unwrap_or(0);
+        self.formats[known]
+    }
+
     /// The offsets of everything in a rank's window; the same on every rank.
     pub fn window(&self, bulk: bool) -> Result<Window> {
-        let too_large = || EpError::argument("plan", "the window would exceed the address space");
-        let mul = |a: usize, b: usize| a.checked_mul(b).ok_or_else(too_large);
         let message = notify::message_bytes(self.placement.physical(), self.world);
         let fan_out = self.topk.min(self.world);
-        let rank_region = pages(mul(self.max_rows, self.strides.rank)?);
-        let expert_region = pages(mul(self.max_expert_rows, self.strides.expert)?);
+        let rank_region = pages(mul(self.max_rows, self.strides.rank)?)?;
+        let expert_region = pages(mul(self.max_expert_rows, self.strides.expert)?)?;
         // A home rank's staging holds every row that comes back to it: one per (token, rank), or
         // per (token, expert) where experts' rows travel unreduced.
         let home = mul(mul(self.max_tokens, fan_out)?, self.strides.rank)?;
@@ -284,13 +308,13 @@ impl Resolved {
             None => 0,
         };
         let (send, receive) =
-            if bulk { (pages(home), pages(home.max(home_experts))) } else { (0, 0) };
+            if bulk { (pages(home)?, pages(home.max(home_experts))?) } else { (0, 0) };
         let mut window = Window {
             message,
             outboxes: 0,
             mailboxes: 0,
             slots: 0,
-            slot: rank_region.checked_add(expert_region).ok_or_else(too_large)?,
+            slot: add(rank_region, expert_region)?,
             expert_region: rank_region,
             staging: 0,
             send,
@@ -299,11 +323,14 @@ impl Resolved {
             bytes: 0,
         };
         window.mailboxes = mul(self.lanes, message)?;
-        window.slots = pages(window.mailboxes + mul(mul(self.lanes, self.world)?, message)?);
-        window.staging =
-            mul(self.slots, window.slot)?.checked_add(window.slots).ok_or_else(too_large)?;
-        let staging = mul(self.lanes, send.checked_add(receive).ok_or_else(too_large)?)?;
-        window.bytes = window.staging.checked_add(staging).ok_or_else(too_large)?;
+        let mailboxes = mul(mul(self.lanes, self.world)?, message)?;
+        window.slots = pages(add(window.mailboxes, mailboxes)?)?;
+        window.staging = add(mul(self.slots, window.slot)?, window.slots)?;
+        window.bytes = add(window.staging, mul(self.lanes, add(send, receive)?)?)?;
+        // A mapping's length is an isize.
+        if window.bytes > isize::MAX as usize {
+            return Err(too_large());
+        }
         Ok(window)
     }
 }

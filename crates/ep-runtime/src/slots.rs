@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use parking_lot::Mutex;
 
 use crate::ep::Inner;
+use crate::lane::LaneGuard;
 use crate::{EpError, Result};
 
 /// The slots of one rank.
@@ -20,9 +21,41 @@ pub(crate) struct Slots {
 /// What is known of the rows behind a slot's last result.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Tail {
-    /// The payload and layout codes in whose format rows from `marked_from` on have source -1.
-    pub format: Option<(u64, u64)>,
-    pub marked_from: usize,
+    /// The payload and layout codes in whose format rows from `marked_from` on are marked as empty.
+    format: Option<(u64, u64)>,
+    stride: usize,
+    rows: usize,
+    marked_from: usize,
+}
+
+impl Tail {
+    /// `rows` rows of a format were received. Returns those behind them that may not be marked.
+    pub fn received(
+        &mut self,
+        format: (u64, u64),
+        stride: usize,
+        rows: usize,
+        capacity: usize,
+    ) -> std::ops::Range<usize> {
+        if self.format != Some(format) {
+            *self = Self { format: Some(format), stride, rows, marked_from: capacity };
+        }
+        self.rows = rows;
+        self.marked_from = self.marked_from.max(rows).min(capacity.max(rows));
+        rows..self.marked_from
+    }
+
+    /// All rows behind those received were marked.
+    pub fn marked(&mut self) {
+        self.marked_from = self.rows;
+    }
+
+    /// The first `bytes` were written over in another format.
+    pub fn overwritten(&mut self, bytes: usize) {
+        if self.stride > 0 {
+            self.marked_from = self.marked_from.max(bytes.div_ceil(self.stride));
+        }
+    }
 }
 
 impl Slots {
@@ -64,10 +97,19 @@ pub(crate) struct Slot {
 
 impl Slot {
     pub fn take(ep: &Arc<Inner>, op: &'static str) -> Result<Self> {
-        match ep.slots.take() {
-            Some(index) => Ok(Self { ep: ep.clone(), index }),
-            None => Err(EpError::NoFreeSlot { op, slots: ep.slots.count }),
-        }
+        let taken = ep.slots.take().or_else(|| {
+            // Slots of dropped dispatches are free once the peers have written what they promised.
+            LaneGuard::sweep(ep);
+            ep.slots.take()
+        });
+        let Some(index) = taken else {
+            return Err(EpError::NoFreeSlot { op, slots: ep.slots.count });
+        };
+        let slot = Self { ep: ep.clone(), index };
+        // A failure gives slots back that peers may still write or read. It is told to `Health`
+        // before that, so whoever gets such a slot sees it here.
+        ep.usable(op)?;
+        Ok(slot)
     }
 
     pub fn index(&self) -> usize {

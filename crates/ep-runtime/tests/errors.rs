@@ -248,3 +248,27 @@ fn handles_and_slots_of_others_are_refused() {
         round_trip(&two);
     });
 }
+
+/// The last row that fits fits, and one more does not.
+#[test]
+fn capacity_is_exact() {
+    let layout = Layout::ExpertMajor { alignment: 4 };
+    for (rows, expert_rows) in [(15, 32), (14, 32), (15, 31)] {
+        let tight = EpBuilder::new(shape().max_rows(rows).max_expert_rows(expert_rows));
+        eps(3, &tight, |ep| {
+            let mut tokens = Tokens::new(ep.rank(), 5);
+            tokens.ids = [0, 1].repeat(5);
+            let got = dispatch(&ep, &tokens, &DispatchOpts { layout, ..opts(0) });
+            match got {
+                Ok(result) => {
+                    assert_eq!((rows, expert_rows), (15, 32));
+                    assert_eq!(result.num_rows(), if ep.rank() == 0 { 32 } else { 0 });
+                }
+                Err(EpError::Capacity { rank: 0, needed, reserved, .. }) => {
+                    assert_eq!(needed, reserved + 1);
+                }
+                Err(other) => panic!("{other}"),
+            }
+        });
+    }
+}

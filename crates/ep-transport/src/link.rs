@@ -88,7 +88,14 @@ pub trait Transport: Debug + Send + Sync {
 /// What a rank stored into a peer's direct window, or put, *before* it signalled that peer on the
 /// same queue is visible to the peer after its `wait` for that flag. What a rank read from a direct
 /// window before signalling is not overwritten by stores the peer makes after that `wait`.
-pub trait Link: Debug + Send + Sync {
+///
+/// # Safety
+/// Callers dereference what [`Link::window`] and [`Link::reach`] say: every [`Mapping`] is
+/// initialised memory, aligned to a page, readable and writable for its length, not less than the
+/// spec's, as long as the link lives; a peer's mapping is the peer's window. Both answer the same
+/// every time, and of two ranks either both are mapped by the other or none is. Flags and order
+/// hold as described above.
+pub unsafe trait Link: Debug + Send + Sync {
     /// This rank's own window.
     fn window(&self) -> Mapping;
 
@@ -122,6 +129,6 @@ pub trait Link: Debug + Send + Sync {
         deadline: Deadline,
     ) -> Result<()>;
 
-    /// Whether `wait` would return at once.
+    /// Whether `wait` would return at once, be it with an error because the group has failed.
     fn ready(&self, peers: &[usize], flag: u32) -> bool;
 }

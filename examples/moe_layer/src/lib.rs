@@ -54,5 +54,5 @@ pub fn moe_layer<B: Backend>(
     let mut received = ep.dispatch(queue, payload, backend.route(&choices), &opts)?;
     backend.experts(queue, &mut received)?;
     let weighted = matches!(layout, Layout::ExpertMajor { .. });
-    received.combine(queue, out, &CombineOpts { weighted, ..CombineOpts::default() })
+    Ok(received.combine(queue, out, &CombineOpts { weighted, ..CombineOpts::default() })?)
 }

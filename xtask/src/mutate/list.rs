@@ -69,7 +69,7 @@ pub const MUTATIONS: &[Mutation] = &[
         name: "wrong-place",
         file: "crates/ep-runtime/src/dispatch.rs",
         find: "let first_row = handle.matrix.sent_base(rank);",
-        replace: "let first_row = handle.matrix.sent_base(0) * rank;",
+        replace: "let first_row = handle.matrix.sent_base(rank).saturating_sub(1);",
         test: Test::Plain(&["--package", "ep-runtime", "--test", "oracle", "fixed_cases"]),
     },
     Mutation {
@@ -89,8 +89,8 @@ pub const MUTATIONS: &[Mutation] = &[
     Mutation {
         name: "skipped-done",
         file: "crates/ep-runtime/src/dispatch.rs",
-        find: "lane.wait(\"dispatch recv\", &ep.peers, Phase::Done, deadline)?;",
-        replace: "lane.wait(\"dispatch recv\", &[], Phase::Done, deadline)?;",
+        find: "lane.wait(\"dispatch, rows\", &ep.peers, Phase::Done, deadline)?;",
+        replace: "lane.wait(\"dispatch, rows\", &[], Phase::Done, deadline)?;",
         test: Test::Plain(&["--package", "ep-runtime", "--test", "oracle", "fixed_cases"]),
     },
     Mutation {
@@ -116,7 +116,7 @@ pub const MUTATIONS: &[Mutation] = &[
     Mutation {
         name: "abandoned-flags-forgotten",
         file: "crates/ep-runtime/src/lane.rs",
-        find: "guard.wait(op, &ep.peers, Phase::Done, deadline)?;\n            guard",
+        find: "self.wait(op, &self.ep.peers, Phase::Done, deadline)?;\n            self.flush",
         replace: "guard",
         test: Test::Plain(&["--package", "ep-runtime", "--test", "behaviour", "dropped_halves"]),
     },

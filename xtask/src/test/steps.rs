@@ -9,7 +9,7 @@ use super::count::{Counts, failures, ignored};
 use super::{Context, Outcome, Verdict, smoke};
 use crate::process::{self, Finished};
 use crate::style::colours;
-use crate::{api, tidy, workspace};
+use crate::{api, tidy, tools, workspace};
 
 /// One step.
 pub struct Step {
@@ -28,6 +28,7 @@ pub const STEPS: &[Step] = &[
     Step { name: "loom", title: "the flag protocol under a model checker", run: loom },
     Step { name: "examples", title: "every example runs to its end", run: examples },
     Step { name: "bench", title: "small benchmarks on hosts verify", run: smoke::bench },
+    Step { name: "kernels", title: "GPU kernels compile everywhere, nothing spills", run: kernels },
     Step { name: "api", title: "the public API is the one in docs/api", run: public_api },
     Step { name: "aarch64", title: "the workspace compiles for 64-bit Arm", run: aarch64 },
 ];
@@ -180,6 +181,28 @@ fn invariants(context: &Context) -> Outcome {
             Outcome::of(verdict, Counts { passed, failed, skipped: 0 }, tail)
         }
     }
+}
+
+/// Without a GPU: the report of every kernel, and the tests that need the compiler.
+fn kernels(context: &Context) -> Outcome {
+    let nvrtc = match tools::nvrtc(&context.workspace, context.echo) {
+        Ok(folder) => folder,
+        Err(why) => return Outcome::missing(context, &why, false),
+    };
+    let mut report =
+        cargo(context, &["run", "--release", "--package", "ep-bench", "--", "kernels", "--nvrtc"]);
+    report.arg(&nvrtc);
+    let report = check(context, report, MINUTES(10));
+    if report.is_failure() {
+        return report;
+    }
+    let args = ["test", "--package", "ep-kernels", "--features", "cuda", "--profile", "checked"];
+    let mut tests = cargo(context, &args);
+    tests.args(["--test", "cuda_compile"]);
+    tests.env("EP_NVRTC_PATH", &nvrtc).env("EP_REQUIRE_NVRTC", "1");
+    let mut outcome = cargo_test(context, tests, MINUTES(15));
+    outcome.counts += report.counts;
+    outcome
 }
 
 fn public_api(context: &Context) -> Outcome {

@@ -94,6 +94,22 @@ pub(super) fn all(nvml: Option<String>) -> Vec<Library> {
     KNOWN.iter().map(open).collect()
 }
 
+/// Fills in libraries that are in the process by now although the loader did not find them by name.
+pub(super) fn locate(libraries: &mut [Library]) {
+    let maps = maps();
+    for library in libraries.iter_mut().filter(|library| library.file.is_none()) {
+        if let Some(path) = mapped(&library.name, &maps) {
+            library.version = version_in_name(&path);
+            library.file = Some(path);
+            library.problem = None;
+        }
+    }
+}
+
+fn maps() -> String {
+    std::fs::read_to_string("/proc/self/maps").unwrap_or_default()
+}
+
 fn look(known: &Known) -> Library {
     let mut problem = None;
     for file in candidates(known) {
@@ -103,8 +119,7 @@ fn look(known: &Known) -> Library {
                 let version = (known.version)(&opened);
                 let stem =
                     Path::new(&file).file_name().unwrap_or_default().to_string_lossy().into_owned();
-                let path =
-                    mapped(&stem, &std::fs::read_to_string("/proc/self/maps").unwrap_or_default());
+                let path = mapped(&stem, &maps());
                 // NVIDIA's libraries keep state in the process that does not survive being unloaded.
                 std::mem::forget(opened);
                 let version = version.or_else(|| path.as_deref().and_then(version_in_name));
@@ -253,6 +268,20 @@ mod tests {
         assert!(
             found.file.is_none() && found.problem.is_some_and(|p| p.contains("libnone-at-all"))
         );
+    }
+
+    #[test]
+    fn what_is_in_the_process_by_now_is_located() {
+        let library = |name: &str| Library {
+            name: name.into(),
+            file: None,
+            version: None,
+            problem: Some("not found".into()),
+        };
+        let mut list = [library("libc"), library("libnone-at-all")];
+        locate(&mut list);
+        assert!(list[0].file.is_some() && list[0].problem.is_none());
+        assert!(list[1].file.is_none() && list[1].problem.is_some());
     }
 
     #[test]

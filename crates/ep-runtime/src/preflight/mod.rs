@@ -149,10 +149,13 @@ impl Preflight {
             libraries,
         };
         let nics = !machine.host().nics.is_empty();
-        found.checks.extend(found.libraries.iter().map(|library| library.check(has_gpu, nics)));
         found.checks.extend(gpus(&inventory, has_gpu));
         found.checks.extend(host::checks(&options.machine, has_gpu, nics));
         found.try_gpus(options, has_gpu);
+        // Only now: the compiler is looked for in more places than the loader's.
+        libraries::locate(&mut found.libraries);
+        let library = |library: &Library| library.check(has_gpu, nics);
+        found.checks.splice(0..0, found.libraries.iter().map(library).collect::<Vec<_>>());
         found
     }
 

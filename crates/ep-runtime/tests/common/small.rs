@@ -87,8 +87,8 @@ pub fn went_to(ep: &Ep, tokens: &Tokens, token: usize, rank: usize) -> bool {
 }
 
 #[track_caller]
-pub fn assert_argument<T>(result: Result<T, EpError>, needle: &str) {
-    match result {
+pub fn assert_argument<T>(result: Result<T, impl Into<EpError>>, needle: &str) {
+    match result.map_err(Into::into) {
         Ok(_) => panic!("expected an error with {needle:?}"),
         Err(e) => {
             assert_eq!(e.kind(), ErrorKind::Argument, "{e}");
