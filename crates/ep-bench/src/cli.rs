@@ -52,7 +52,8 @@ pub enum Transport {
     after_help = "\
 Without BENCH: dispatch in bf16 and fp8, combine in bf16, and the layout's cost.
 ROUTING is uniform, zipf[:S], grouped, masked:SHARE, one-rank[:RANK], or a file of
-[tokens, topk] ids: FILE.npy, FILE.safetensors[#TENSOR]."
+[tokens, topk] ids: FILE.npy, FILE.safetensors[#TENSOR].
+Other commands, each with --help: topo, preflight, kernels, margin."
 )]
 pub struct Args {
     /// What to measure

@@ -58,10 +58,15 @@ fn row(c: &Combination, study: &Study) -> Row {
 
 /// What is predicted, a line per launch.
 pub fn predictions(predictions: &Predictions) -> String {
-    let mut out = format!(
-        "Predicted for {}, before observing; held out: launches of {} blocks\n{:<30}{:>10}{:>12}{:>14}\n",
+    let held_out: Vec<String> = predictions.held_out.iter().map(u32::to_string).collect();
+    let head = format!(
+        "Predicted for {}, before observing; held out: launches of {} blocks",
         predictions.device,
-        predictions.held_out.iter().map(u32::to_string).collect::<Vec<_>>().join(", "),
+        held_out.join(", ")
+    );
+    let mut out = format!(
+        "{}\n{:<30}{:>10}{:>12}{:>14}\n",
+        crate::format::wrap(&head, crate::report::WIDTH, "  "),
         "launch",
         "starts at",
         "worst case",

@@ -128,7 +128,7 @@ fn every_beginning_of_the_adversarys_order_hosts_as_little_as_any_set() {
             let domain = |d: &Vec<u32>| d.iter().filter(|sm| set.contains(sm)).count() as u32;
             sim.domains.iter().map(|d| domain(d) / cluster).sum()
         };
-        let mut least = vec![u32::MAX; 12];
+        let mut least = [u32::MAX; 12];
         for bits in 0u32..1 << 11 {
             let set: BTreeSet<u32> = (0..11).filter(|sm| bits >> sm & 1 == 1).collect();
             least[set.len()] = least[set.len()].min(hosts(&set));

@@ -49,7 +49,7 @@ pub fn run(args: &Args) -> Result<bool> {
     options.limit = Duration::from_secs(args.timeout);
     let found = Preflight::here(&options);
     let (rank, verdict) =
-        if args.ranks { agree(&found)? } else { (0, Verdict::of(&[found.clone()])) };
+        if args.ranks { agree(&found)? } else { (0, Verdict::of(std::slice::from_ref(&found))) };
     let everything = Everything { verdict: &verdict, found: &found };
     let json = serde_json::to_string_pretty(&everything).expect("plain data");
     if args.json {
@@ -134,7 +134,7 @@ mod tests {
                 .into(),
             remedy: "ulimit -l unlimited".into(),
         });
-        let verdict = Verdict::of(&[found.clone()]);
+        let verdict = Verdict::of(std::slice::from_ref(&found));
         let text = text(&found, &verdict);
         let wide = text.lines().find(|l| l.chars().count() > WIDTH && l.trim().contains(' '));
         assert!(wide.is_none_or(|l| l.split_whitespace().any(|w| w.len() > 40)), "{text}");

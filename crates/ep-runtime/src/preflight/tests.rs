@@ -38,7 +38,10 @@ fn every_library_is_named_and_a_machine_without_gpu_is_ready() {
     let back: Preflight = serde_json::from_str(&found.to_json()).expect("own JSON");
     assert_eq!(back, found);
     let gpu = found.libraries[0].file.is_some();
-    assert!(gpu || Verdict::of(&[found.clone()]).abilities.contains(&Ability::Host), "{found:?}");
+    assert!(
+        gpu || Verdict::of(std::slice::from_ref(&found)).abilities.contains(&Ability::Host),
+        "{found:?}"
+    );
 }
 
 #[test]
