@@ -133,12 +133,12 @@ impl Job {
             rank.copy_from_slice(&self.layout.rank_counts);
         }
         let notify = Instant::now();
-        self.matrix.reset(&self.placement);
-        for (source, counts) in self.mailboxes.iter().enumerate() {
+        self.matrix.reset(&self.placement, 0);
+        for counts in &self.mailboxes {
             let (expert, rank) = counts.split_at(experts);
-            self.matrix.set(source, expert, rank).map_err(failed)?;
+            self.matrix.add(expert, rank).map_err(failed)?;
         }
-        self.matrix.finish(0).map_err(failed)?;
+        self.matrix.finish().map_err(failed)?;
         let end = Instant::now();
         Ok([layout - start, notify - layout, end - notify])
     }

@@ -138,9 +138,9 @@ fn expand(
     rate: f64,
 ) -> Result<(), KernelError> {
     let mut matrix = CountMatrix::new();
-    matrix.reset(placement);
-    matrix.set(0, &layout.expert_counts, &layout.rank_counts)?;
-    matrix.finish(0)?;
+    matrix.reset(placement, 0);
+    matrix.add(&layout.expert_counts, &layout.rank_counts)?;
+    matrix.finish()?;
     let (mut offsets, mut counts) = (Vec::new(), Vec::new());
     matrix.expert_offsets(0, 1, &mut offsets);
     matrix.counts(0, &mut counts);

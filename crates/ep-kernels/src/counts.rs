@@ -2,35 +2,41 @@
 
 use crate::{KernelError, Placement};
 
-/// How many rows every rank sends to every expert and rank, with the sums that turn counts into
-/// places.
+/// What one rank has to know of how many rows every rank sends to every expert and rank: the places
+/// of its own rows everywhere, of everyone's rows here, and the sizes of all ranks' results.
 ///
-/// [`CountMatrix::reset`], fill [`Self::expert`] and [`Self::rank`] for every source (or
-/// [`CountMatrix::set`] each), then [`CountMatrix::finish`]; the other methods answer for what the
-/// last `finish` saw. Reusable. Only the sums one rank needs are kept, so that a large job's matrix
-/// is read once and not written again.
+/// [`CountMatrix::reset`], [`CountMatrix::add`] for every source in order, then
+/// [`CountMatrix::finish`]. Reusable. The counts themselves, R · (R + P) of them, are read once and
+/// not kept: a large job's do not fit into a cache.
 ///
 /// # Panics
 /// Methods that take a rank or a physical expert panic if there is none of that number.
 #[derive(Clone, Debug, Default)]
 pub struct CountMatrix {
-    /// Ranks R.
-    pub ranks: usize,
-    /// Physical experts P.
-    pub physical: usize,
-    /// `[R * P]`, source-major: (token, choice) pairs of a source per physical expert.
-    pub expert: Vec<u32>,
-    /// `[R * R]`, source-major: rows of a source per destination rank.
-    pub rank: Vec<u32>,
+    ranks: usize,
+    physical: usize,
+    rank: usize,
+    /// `[R + 1]`: first physical expert of each rank.
     base: Vec<u32>,
-    /// `[R]` and `[P]`: all rows per destination and expert.
+    /// `[R]` and `[P]`: rows per destination and per expert, of the sources added so far.
     rank_total: Vec<u32>,
     expert_total: Vec<u32>,
-    /// `[R]` and `[P]`: those of sources before the rank that finished.
+    /// `[R]` and `[P]`: those of sources before this rank.
     rank_before: Vec<u32>,
     expert_before: Vec<u32>,
-    /// `[R]`: rows of earlier sources to the rank that finished, per source.
-    received_before: Vec<u32>,
+    /// Per source added.
+    sources: Vec<FromSource>,
+}
+
+/// What a rank knows of one source.
+#[derive(Clone, Copy, Debug)]
+struct FromSource {
+    /// Rows to this rank, and those of earlier sources.
+    received: u32,
+    received_before: u32,
+    /// Rows to ranks before this one, and choices of experts of such ranks.
+    rows_elsewhere: u32,
+    choices_elsewhere: u32,
 }
 
 impl CountMatrix {
@@ -39,66 +45,81 @@ impl CountMatrix {
         Self::default()
     }
 
-    /// Takes the sizes of `placement`. The counts hold anything until they are set.
-    pub fn reset(&mut self, placement: &Placement) {
-        self.ranks = placement.ranks();
-        self.physical = placement.physical();
+    /// Takes the sizes of `placement` and forgets all sources. `rank` is the rank that wants to
+    /// know.
+    ///
+    /// # Panics
+    /// If there is no such rank.
+    pub fn reset(&mut self, placement: &Placement, rank: usize) {
+        assert!(rank < placement.ranks(), "rank {rank} of {}", placement.ranks());
+        (self.ranks, self.physical) = (placement.ranks(), placement.physical());
+        self.rank = rank;
         self.base.clear();
         self.base.extend((0..self.ranks).map(|r| placement.physical_base(r) as u32));
         self.base.push(self.physical as u32);
-        self.expert.resize(self.ranks * self.physical, 0);
-        self.rank.resize(self.ranks * self.ranks, 0);
+        for (list, len) in
+            [(&mut self.rank_total, self.ranks), (&mut self.expert_total, self.physical)]
+        {
+            list.clear();
+            list.resize(len, 0);
+        }
+        self.sources.clear();
     }
 
-    /// Records the counts of one source, in the order of [`crate::Layout`]'s.
+    /// Adds the counts of the next source, in the order of [`crate::Layout`]'s, in time O(R + P).
     ///
     /// # Errors
-    /// [`KernelError::Length`] or [`KernelError::Argument`] if they do not fit the matrix.
-    pub fn set(&mut self, source: usize, expert: &[u32], rank: &[u32]) -> Result<(), KernelError> {
-        const OPERATION: &str = "count matrix";
-        if source >= self.ranks {
-            return Err(KernelError::Argument {
-                operation: OPERATION,
-                what: "source",
-                value: source,
-                allowed: "the ranks of the placement",
-            });
-        }
+    /// [`KernelError::Length`] if they do not fit the placement, or all sources were added.
+    pub fn add(&mut self, expert: &[u32], rank: &[u32]) -> Result<(), KernelError> {
+        let operation = "count matrix";
         for (what, got, expected) in
             [("expert", expert.len(), self.physical), ("rank", rank.len(), self.ranks)]
         {
             if got != expected {
-                return Err(KernelError::Length { operation: OPERATION, what, expected, got });
+                return Err(KernelError::Length { operation, what, expected, got });
             }
         }
-        self.expert[source * self.physical..][..self.physical].copy_from_slice(expert);
-        self.rank[source * self.ranks..][..self.ranks].copy_from_slice(rank);
+        if self.sources.len() == self.ranks {
+            let (expected, got) = (self.ranks, self.ranks + 1);
+            return Err(KernelError::Length { operation, what: "sources", expected, got });
+        }
+        if self.sources.len() == self.rank {
+            self.rank_before.clone_from(&self.rank_total);
+            self.expert_before.clone_from(&self.expert_total);
+        }
+        self.sources.push(FromSource {
+            received: rank[self.rank],
+            received_before: self.rank_total[self.rank],
+            rows_elsewhere: sum(&rank[..self.rank]),
+            choices_elsewhere: sum(&expert[..self.base[self.rank] as usize]),
+        });
+        accumulate(&mut self.rank_total, rank);
+        accumulate(&mut self.expert_total, expert);
         Ok(())
     }
 
-    /// Computes what `rank` needs to know, in time O(R · (R + P)).
+    /// Checks the whole.
     ///
     /// # Errors
     /// [`KernelError::TooManyRows`] if a rank or an expert would get more rows than an `i32`
-    /// numbers; [`KernelError::Length`] if the public lists were resized;
-    /// [`KernelError::Argument`] if there is no such rank.
-    pub fn finish(&mut self, rank: usize) -> Result<(), KernelError> {
-        if rank >= self.ranks {
-            return Err(KernelError::Argument {
-                operation: "count matrix",
-                what: "rank",
-                value: rank,
-                allowed: "the ranks of the placement",
-            });
+    /// numbers; [`KernelError::Length`] if a source was not added.
+    pub fn finish(&self) -> Result<(), KernelError> {
+        let (expected, got) = (self.ranks, self.sources.len());
+        if got != expected {
+            let operation = "count matrix";
+            return Err(KernelError::Length { operation, what: "sources", expected, got });
         }
-        let (ranks, physical) = (self.ranks, self.physical);
-        let expert = Columns::new("expert", &self.expert, ranks, physical)?;
-        expert.sum(rank, &mut self.expert_before, &mut self.expert_total, |_, _| {})?;
-        let columns = Columns::new("rank", &self.rank, ranks, ranks)?;
-        let received = &mut self.received_before;
-        received.clear();
-        let keep = |_: usize, sums: &[u32]| received.push(sums[rank]);
-        columns.sum(rank, &mut self.rank_before, &mut self.rank_total, keep)
+        for (what, totals) in [("expert", &self.expert_total), ("rank", &self.rank_total)] {
+            if let Some(index) = totals.iter().position(|&total| total > i32::MAX as u32) {
+                return Err(KernelError::TooManyRows { what, index });
+            }
+        }
+        Ok(())
+    }
+
+    /// Ranks R.
+    pub fn ranks(&self) -> usize {
+        self.ranks
     }
 
     /// Rows that `dest` receives, one per (token, rank).
@@ -106,22 +127,36 @@ impl CountMatrix {
         self.rank_total[dest] as usize
     }
 
-    /// Where the finishing rank's rows start at `dest`: the rows that earlier sources send there.
+    /// Where this rank's rows start at `dest`: the rows that earlier sources send there.
     #[inline]
     pub fn sent_base(&self, dest: usize) -> usize {
         self.rank_before[dest] as usize
     }
 
-    /// Where the rows of `source` start at the finishing rank.
-    #[inline]
-    pub fn received_base(&self, source: usize) -> usize {
-        self.received_before[source] as usize
-    }
-
-    /// Where the finishing rank's rows start among those of a physical expert.
+    /// Where this rank's rows start among those of a physical expert.
     #[inline]
     pub fn expert_base(&self, physical: usize) -> usize {
         self.expert_before[physical] as usize
+    }
+
+    /// Rows that `source` sends to this rank.
+    pub fn received(&self, source: usize) -> usize {
+        self.sources[source].received as usize
+    }
+
+    /// Where the rows of `source` start at this rank.
+    pub fn received_base(&self, source: usize) -> usize {
+        self.sources[source].received_before as usize
+    }
+
+    /// Rows that `source` sends to ranks before this one.
+    pub fn rows_elsewhere(&self, source: usize) -> usize {
+        self.sources[source].rows_elsewhere as usize
+    }
+
+    /// (Token, choice) pairs of `source` for experts of ranks before this one.
+    pub fn choices_elsewhere(&self, source: usize) -> usize {
+        self.sources[source].choices_elsewhere as usize
     }
 
     /// Expert-major rows of `dest`, each expert's padded to a multiple of `alignment` (0 counts as
@@ -160,51 +195,11 @@ fn padded(n: u32, alignment: usize) -> usize {
     (n as usize).checked_next_multiple_of(alignment.max(1)).unwrap_or(usize::MAX)
 }
 
-/// Counts whose columns are summed, `[rows][columns]`.
-struct Columns<'a> {
-    what: &'static str,
-    counts: &'a [u32],
-    columns: usize,
+/// Sums that never come back below the limit, so that one look at the end suffices.
+fn accumulate(sums: &mut [u32], counts: &[u32]) {
+    sums.iter_mut().zip(counts).for_each(|(sum, count)| *sum = sum.saturating_add(*count));
 }
 
-impl<'a> Columns<'a> {
-    fn new(
-        what: &'static str,
-        counts: &'a [u32],
-        rows: usize,
-        columns: usize,
-    ) -> Result<Self, KernelError> {
-        if counts.len() != rows * columns {
-            let (operation, expected, got) = ("count matrix", rows * columns, counts.len());
-            return Err(KernelError::Length { operation, what, expected, got });
-        }
-        Ok(Self { what, counts, columns })
-    }
-
-    /// All sums, and those of the rows before `row`; `each` sees the sums before every row.
-    fn sum(
-        &self,
-        row: usize,
-        before: &mut Vec<u32>,
-        total: &mut Vec<u32>,
-        mut each: impl FnMut(usize, &[u32]),
-    ) -> Result<(), KernelError> {
-        total.clear();
-        total.resize(self.columns, 0);
-        for (at, line) in self.counts.chunks_exact(self.columns.max(1)).enumerate() {
-            if at == row {
-                before.clear();
-                before.extend_from_slice(total);
-            }
-            each(at, total);
-            for (sum, count) in total.iter_mut().zip(line) {
-                // Saturation never comes back below the limit, so one look at the end suffices.
-                *sum = sum.saturating_add(*count);
-            }
-        }
-        match total.iter().position(|&sum| sum > i32::MAX as u32) {
-            Some(index) => Err(KernelError::TooManyRows { what: self.what, index }),
-            None => Ok(()),
-        }
-    }
+fn sum(counts: &[u32]) -> u32 {
+    counts.iter().fold(0, |sum, count| sum.saturating_add(*count))
 }

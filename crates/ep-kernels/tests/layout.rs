@@ -122,23 +122,29 @@ proptest! {
         let placement = Placement::explicit(ranks, &holders).unwrap();
         let physical = placement.physical();
         let mut numbers = seed.iter().copied().cycle();
-        let mut matrix = CountMatrix::new();
-        matrix.reset(&placement);
         let lines: Vec<(Vec<u32>, Vec<u32>)> = (0..ranks)
             .map(|_| (numbers.by_ref().take(physical).collect(), numbers.by_ref().take(ranks).collect()))
             .collect();
-        for (source, (expert, rank)) in lines.iter().enumerate() {
-            matrix.set(source, expert, rank).unwrap();
-        }
-        matrix.finish(0).unwrap();
+        let known = |rank: usize| {
+            let mut matrix = CountMatrix::new();
+            matrix.reset(&placement, rank);
+            lines.iter().for_each(|(expert, rank)| matrix.add(expert, rank).unwrap());
+            matrix.finish().unwrap();
+            matrix
+        };
+        let all: Vec<CountMatrix> = (0..ranks).map(known).collect();
+        let matrix = &all[0];
         let (mut offsets, mut counts) = (Vec::new(), Vec::new());
         for dest in 0..ranks {
             let before = |source: usize| lines[..source].iter().map(|l| l.1[dest] as usize).sum();
-            for source in 0..ranks {
-                matrix.finish(source).unwrap();
-                prop_assert_eq!(matrix.sent_base(dest), before(source));
-                matrix.finish(dest).unwrap();
-                prop_assert_eq!(matrix.received_base(source), before(source));
+            let sum = |of: &[u32]| of.iter().map(|&n| n as usize).sum::<usize>();
+            for (source, (experts, rows)) in lines.iter().enumerate() {
+                prop_assert_eq!(all[source].sent_base(dest), before(source));
+                prop_assert_eq!(all[dest].received_base(source), before(source));
+                prop_assert_eq!(all[dest].received(source), rows[dest] as usize);
+                prop_assert_eq!(all[dest].rows_elsewhere(source), sum(&rows[..dest]));
+                let first = placement.physical_base(dest);
+                prop_assert_eq!(all[dest].choices_elsewhere(source), sum(&experts[..first]));
             }
             prop_assert_eq!(matrix.rows_at(dest), before(ranks));
             matrix.expert_offsets(dest, alignment, &mut offsets);
@@ -150,8 +156,7 @@ proptest! {
                 let p = placement.physical_base(dest) + local;
                 let before = |source: usize| lines[..source].iter().map(|l| l.0[p] as usize).sum();
                 for source in 0..ranks {
-                    matrix.finish(source).unwrap();
-                    prop_assert_eq!(matrix.expert_base(p), before(source));
+                    prop_assert_eq!(all[source].expert_base(p), before(source));
                 }
                 let total: usize = before(ranks);
                 prop_assert_eq!(counts[local] as usize, total);
@@ -269,20 +274,24 @@ fn every_expert_of_hundreds_may_be_chosen() {
 #[test]
 fn totals_beyond_i32_are_refused() {
     let placement = Placement::contiguous(2, 2).unwrap();
-    let mut matrix = CountMatrix::new();
-    matrix.reset(&placement);
-    matrix.set(0, &[0, i32::MAX as u32], &[0, 5]).unwrap();
-    matrix.set(1, &[0, 0], &[0, 0]).unwrap();
-    matrix.finish(0).unwrap();
+    let of = |sources: &[([u32; 2], [u32; 2])]| {
+        let mut matrix = CountMatrix::new();
+        matrix.reset(&placement, 0);
+        sources.iter().for_each(|(expert, rank)| matrix.add(expert, rank).unwrap());
+        matrix
+    };
+    let most = i32::MAX as u32;
+    let mut matrix = of(&[([0, most], [0, 5]), ([0, 0], [0, 0])]);
+    matrix.finish().unwrap();
     assert_eq!(matrix.expert_rows(1, 128), 1 << 31);
     let mut offsets = Vec::new();
     matrix.expert_offsets(1, 128, &mut offsets);
     assert_eq!(offsets, [0, i32::MAX]);
-    matrix.set(1, &[0, 1], &[0, 5]).unwrap();
-    assert_eq!(matrix.finish(0), Err(KernelError::TooManyRows { what: "expert", index: 1 }));
-    matrix.set(1, &[0, 0], &[u32::MAX, 5]).unwrap();
-    assert_eq!(matrix.finish(0), Err(KernelError::TooManyRows { what: "rank", index: 0 }));
-    assert!(matches!(matrix.finish(2), Err(KernelError::Argument { .. })));
-    assert!(matches!(matrix.set(0, &[0], &[0, 0]), Err(KernelError::Length { .. })));
-    assert!(matches!(matrix.set(2, &[0, 0], &[0, 0]), Err(KernelError::Argument { .. })));
+    assert!(matches!(matrix.add(&[0, 0], &[0, 0]), Err(KernelError::Length { .. })));
+    let many = of(&[([0, most], [0, 5]), ([0, 1], [0, 5])]).finish();
+    assert_eq!(many, Err(KernelError::TooManyRows { what: "expert", index: 1 }));
+    let many = of(&[([0, most], [0, 5]), ([0, 0], [u32::MAX, 5])]).finish();
+    assert_eq!(many, Err(KernelError::TooManyRows { what: "rank", index: 0 }));
+    assert!(matches!(of(&[]).finish(), Err(KernelError::Length { .. })));
+    assert!(matches!(of(&[]).add(&[0], &[0, 0]), Err(KernelError::Length { .. })));
 }

@@ -64,7 +64,6 @@ impl Case {
             layouts: Vec::new(),
             matrix: CountMatrix::new(),
         };
-        case.matrix.reset(&case.placement);
         for rank in 0..ranks {
             let tokens = tokens - tokens * rank / ranks;
             let noise = bytes(tokens * topk, 77 + rank as u64);
@@ -92,13 +91,22 @@ impl Case {
             let mut layout = Layout::new();
             let ids = Ids::I32(&case.ranks[rank].ids);
             layout.compute(ids, topk, &case.placement, rank, false).unwrap();
-            case.matrix.set(rank, &layout.expert_counts, &layout.rank_counts).unwrap();
             case.layouts.push(layout);
         }
-        case.matrix.finish(0).unwrap();
+        case.matrix = case.known_to(0);
         case.regions =
             (0..ranks).map(|d| vec![GUARD; case.matrix.rows_at(d) * fmt.stride]).collect();
         case
+    }
+
+    fn known_to(&self, rank: usize) -> CountMatrix {
+        let mut matrix = CountMatrix::new();
+        matrix.reset(&self.placement, rank);
+        for layout in &self.layouts {
+            matrix.add(&layout.expert_counts, &layout.rank_counts).unwrap();
+        }
+        matrix.finish().unwrap();
+        matrix
     }
 
     fn source(&self, rank: usize) -> Source<'_> {
@@ -113,11 +121,11 @@ impl Case {
     }
 
     fn targets(&mut self, source: usize) -> Vec<Target> {
-        self.matrix.finish(source).unwrap();
+        let known = self.known_to(source);
         let rows = self.regions.iter_mut().enumerate();
         rows.map(|(dest, region)| Target {
             base: region.as_mut_ptr(),
-            first_row: self.matrix.sent_base(dest),
+            first_row: known.sent_base(dest),
             rows: self.matrix.rows_at(dest),
         })
         .collect()

@@ -251,18 +251,19 @@ impl Posted {
         notify::verdict(OP, &self.lane.state().headers)?;
         let Routing::New(fresh) = &mut self.routing else { return Ok(()) };
         let handle = fresh.get_mut();
-        handle.matrix.reset(&ep.shape.placement);
+        handle.matrix.reset(&ep.shape.placement, ep.rank());
         for source in 0..ep.shape.world {
             let mailbox = ep.local(ep.window.mailbox(self.lane.index, source));
             // SAFETY: the announcement is whole and stays until this rank raises Done; the verdict
             // says that it is one of an uncached dispatch.
-            unsafe { notify::read_counts(mailbox, source, &mut handle.matrix) };
+            let added = unsafe { notify::add_counts(mailbox, &ep.shape, &mut handle.matrix) };
+            ep.check_rows(OP, added)?;
         }
         let expert_major = match handle.layout {
             Layout::ExpertMajor { alignment } => Some((alignment, ep.shape.max_expert_rows)),
             Layout::RankMajor => None,
         };
-        notify::capacity(OP, ep.rank(), &mut handle.matrix, ep.shape.max_rows, expert_major)?;
+        notify::capacity(OP, &handle.matrix, ep.shape.max_rows, expert_major)?;
         handle.finish(&ep.shape);
         Ok(())
     }

@@ -1,10 +1,9 @@
 //! The steps of a combine that has been announced.
 
+use ep_kernels::PayloadKind;
 use ep_kernels::host;
-use ep_kernels::{CountMatrix, PayloadKind};
 
 use crate::combine::{Combined, OP};
-use crate::ep::Inner;
 use crate::handle::HandleInner;
 use crate::lane::{LaneGuard, RowSource, Scratch};
 use crate::notify::{self, Header, Phase};
@@ -52,9 +51,13 @@ impl Parts {
         let handle = &self.handle.routing;
         let stride = self.format.stride;
         for &home in &ep.bulk {
-            let rows = handle.matrix.rank[home * ep.shape.world + ep.rank()] as usize;
+            let rows = handle.matrix.received(home);
             let first = handle.matrix.received_base(home);
-            let before = block_rows(ep, &handle.matrix, self.per_rank, home, ep.rank());
+            // Where this block starts: after those of earlier owners, mapped or not.
+            let before = match self.per_rank {
+                true => handle.matrix.rows_elsewhere(home),
+                false => handle.matrix.choices_elsewhere(home),
+            };
             let mut to = ep.window.receive_staging(self.lane.index) + before * stride;
             if self.per_rank {
                 let from = ep.window.rank_rows(self.slot.index()) + first * stride;
@@ -161,13 +164,23 @@ impl Parts {
                     RowSource { base, first, block: false }
                 }
                 None => {
-                    let before = block_rows(ep, matrix, self.per_rank, ep.rank(), owner);
+                    let before = self.rows_before(owner);
                     let region = ep.window.receive_staging(self.lane.index);
                     let base = ep.local(region + before * self.format.stride).cast_const();
                     RowSource { base, first: 0, block: true }
                 }
             });
         }
+    }
+
+    /// How many rows come home from owners before `owner`, mapped or not: where its block starts.
+    fn rows_before(&self, owner: usize) -> usize {
+        let send = &self.handle.routing.send;
+        let counts = match self.per_rank {
+            true => &send.rank_counts[..owner],
+            false => &send.expert_counts[..self.lane.ep.shape.placement.physical_base(owner)],
+        };
+        counts.iter().map(|&n| n as usize).sum()
     }
 
     /// The rows of a token where there is one per rank, in rank order.
@@ -243,24 +256,6 @@ impl Parts {
             }
         }
     }
-}
-
-/// How many rows come home to `home` from owners before `owner`, mapped or not: where `owner`'s
-/// block starts in the staging of `home`.
-fn block_rows(
-    ep: &Inner,
-    matrix: &CountMatrix,
-    per_rank: bool,
-    home: usize,
-    owner: usize,
-) -> usize {
-    let counts = if per_rank {
-        &matrix.rank[home * matrix.ranks..][..owner]
-    } else {
-        let before = ep.shape.placement.physical_base(owner);
-        &matrix.expert[home * matrix.physical..][..before]
-    };
-    counts.iter().map(|&n| n as usize).sum()
 }
 
 /// The local experts of a received row as (local id, k), ascending.

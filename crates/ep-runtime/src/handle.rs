@@ -151,8 +151,7 @@ impl Handle {
 
     /// The rank-major rows (one per token and rank) received from each rank, `[world]`.
     pub fn rows_from(&self, source: usize) -> usize {
-        let matrix = &self.routing.matrix;
-        matrix.rank[source * matrix.ranks + self.routing.rank] as usize
+        self.routing.matrix.received(source)
     }
 
     /// The rank-major rows (one per token and rank) sent to `rank`.

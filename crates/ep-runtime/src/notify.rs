@@ -13,8 +13,9 @@
 //! A rank announces its next operation on a lane only after it has consumed `Done` from every peer,
 //! so an announcement never overwrites one that is still being read, and no flag is raised twice.
 
-use ep_kernels::CountMatrix;
+use ep_kernels::{CountMatrix, KernelError};
 
+use crate::shape::Resolved;
 use crate::{EpError, Result};
 
 /// The flags of a lane.
@@ -117,20 +118,20 @@ pub(crate) unsafe fn read(from: *const u8) -> Header {
     unsafe { from.cast::<Header>().read() }
 }
 
-/// Reads the counts of `source`'s announcement into a row of the matrix.
+/// Adds the counts of the next source's announcement.
 ///
 /// # Safety
 /// As [`read`]; the announcement is one of an uncached dispatch with OK status.
-pub(crate) unsafe fn read_counts(from: *const u8, source: usize, into: &mut CountMatrix) {
-    let (physical, ranks) = (into.physical, into.ranks);
-    let experts = &mut into.expert[source * physical..][..physical];
+pub(crate) unsafe fn add_counts(
+    from: *const u8,
+    shape: &Resolved,
+    into: &mut CountMatrix,
+) -> Result<(), KernelError> {
+    let (physical, ranks) = (shape.placement.physical(), shape.world);
     // SAFETY: by this function's contract; a message holds `physical + ranks` counts.
-    unsafe {
-        let counts = from.add(HEADER).cast::<u32>();
-        experts.as_mut_ptr().copy_from_nonoverlapping(counts, physical);
-        let row = &mut into.rank[source * ranks..][..ranks];
-        row.as_mut_ptr().copy_from_nonoverlapping(counts.add(physical), ranks);
-    }
+    let counts = unsafe { std::slice::from_raw_parts(from.add(HEADER).cast(), physical + ranks) };
+    let (expert, rank) = counts.split_at(physical);
+    into.add(expert, rank)
 }
 
 /// The verdict on the announcements of all ranks: the same on each of them.
@@ -181,22 +182,20 @@ fn agree(
 /// The verdict on the counts of a dispatch: the same on every rank.
 pub(crate) fn capacity(
     op: &'static str,
-    this: usize,
-    matrix: &mut CountMatrix,
+    matrix: &CountMatrix,
     max_rows: usize,
     expert_major: Option<(usize, usize)>,
 ) -> Result<()> {
-    if let Err(e) = matrix.finish(this) {
+    if let Err(e) = matrix.finish() {
         // Row numbers are i32; so many rows never fit.
         let (what, setting) = ("rows", "max_rows");
         let needed = i32::MAX as usize + 1;
         tracing::debug!("{e}");
         return Err(EpError::Capacity { op, rank: 0, what, needed, reserved: max_rows, setting });
     }
-    let matrix = &*matrix;
     let over = |what, setting, reserved: usize, rows: &dyn Fn(usize) -> usize| {
-        let Some(rank) = (0..matrix.ranks).find(|&r| rows(r) > reserved) else { return Ok(()) };
-        let needed = (0..matrix.ranks).map(rows).max().unwrap_or(0);
+        let Some(rank) = (0..matrix.ranks()).find(|&r| rows(r) > reserved) else { return Ok(()) };
+        let needed = (0..matrix.ranks()).map(rows).max().unwrap_or(0);
         Err(EpError::Capacity { op, rank, what, needed, reserved, setting })
     };
     over("rank-major rows", "max_rows", max_rows, &|r| matrix.rows_at(r))?;
