@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use ep_kernels::KernelError;
+use ep_kernels::{KernelError, Placement};
 use ep_transport::{
     Deadline, Group, Link, Mapping, ProcessTransport, Queue, ThreadTransport, Transport,
     TransportError, WindowSpec,
@@ -105,7 +105,7 @@ impl EpBuilder {
         self
     }
 
-    /// What this takes on each of `world` ranks, to the byte. Allocates nothing.
+    /// What this takes on each of `world` ranks, to the byte. Takes none of it yet.
     ///
     /// # Errors
     /// When the layer cannot be built for so many ranks.
@@ -342,7 +342,15 @@ impl Ep {
         &self.inner.group
     }
 
-    /// The experts of `rank`, in the order of its local numbering.
+    /// Which ranks hold which expert, and by which local number.
+    pub fn placement(&self) -> &Placement {
+        &self.inner.shape.placement
+    }
+
+    /// The number of experts of `rank`.
+    ///
+    /// # Panics
+    /// When there is no such rank.
     pub fn local_experts(&self, rank: usize) -> usize {
         self.inner.shape.placement.local_experts(rank)
     }

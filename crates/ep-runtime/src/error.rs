@@ -1,5 +1,6 @@
 //! What can go wrong in a call.
 
+use ep_kernels::KernelError;
 use ep_transport::{ErrorKind, TransportError};
 
 /// An error of this crate.
@@ -98,6 +99,13 @@ pub enum EpError {
     /// The group or transport failed.
     #[error(transparent)]
     Transport(#[from] TransportError),
+}
+
+/// For what callers make of this crate's types before a call, such as a placement.
+impl From<KernelError> for EpError {
+    fn from(e: KernelError) -> Self {
+        Self::Argument { op: "argument", detail: e.to_string() }
+    }
 }
 
 impl EpError {

@@ -149,12 +149,18 @@ impl Handle {
         &self.routing.offsets
     }
 
-    /// The rank-major rows (one per token and rank) received from each rank, `[world]`.
+    /// The rank-major rows (one per token and rank) received from rank `source`.
+    ///
+    /// # Panics
+    /// When there is no such rank.
     pub fn rows_from(&self, source: usize) -> usize {
         self.routing.matrix.received(source)
     }
 
     /// The rank-major rows (one per token and rank) sent to `rank`.
+    ///
+    /// # Panics
+    /// When there is no such rank.
     pub fn rows_to(&self, rank: usize) -> usize {
         self.routing.send.rank_counts[rank] as usize
     }

@@ -71,12 +71,13 @@ pub use combine::{CombineError, CombineOpts, CombineSend, Combined, Precision, c
 pub use dispatch::{DispatchSend, dispatch_all};
 pub use ep::{Ep, EpBuilder, Place};
 pub use ep_kernels::{
-    DType, Element, Fp8E4M3, Ids, PayloadKind, Placement, SCALE_BLOCK, ScaleKind, bf16, f16,
+    DType, Element, Fp8E4M3, Ids, KernelError, PayloadKind, Placement, SCALE_BLOCK, ScaleKind,
+    bf16, f16,
 };
 /// Conversions of rows on the host: what an engine needs to send fp8, or to look into rows.
 pub mod cast {
+    pub use ep_kernels::Real;
     pub use ep_kernels::host::{dequantize_fp8, narrow, quantize_fp8, widen};
-    pub use ep_kernels::{KernelError, Real};
 }
 pub use ep_transport::{
     AllGather, Deadline, ErrorKind, Fault, Group, Health, Link, Mapping, ProcessTransport, Put,
