@@ -30,7 +30,11 @@
 //!
 //! A holder of one-per-SM blocks does not leave the most awkward SMs free. From
 //! [`SmObservation::left_free`](crate::SmObservation::left_free) follows the smallest margin from which
-//! every recorded set hosts the launch; [`Calibration`]s add what a device needed beyond that.
+//! every recorded set hosts the launch; [`Calibration`]s add what a device needed beyond that. Which
+//! SMs a holder leaves depends on what ran before it, so a launch repeated by itself may meet other
+//! sets than those recorded: where a launch with the same need (cluster size, cooperative or not,
+//! clusters that must be resident to start) was measured, its margin in practice is what was
+//! measured. What holds whatever ran before is [`Margin::worst_case`].
 
 use serde::{Deserialize, Serialize};
 
@@ -58,6 +62,11 @@ impl Launch {
     /// Clusters in the grid.
     fn clusters(&self) -> u32 {
         self.blocks / self.cluster.max(1)
+    }
+
+    /// Clusters that must be resident for it to start.
+    fn first(&self) -> u32 {
+        if self.cooperative { self.clusters() } else { 1 }
     }
 }
 
@@ -153,8 +162,8 @@ impl<'a> MarginPlanner<'a> {
         Self { map, calibrations: Vec::new() }
     }
 
-    /// Raises the margins in practice to cover what was measured: for each cluster size by the
-    /// largest shortfall among its calibrations.
+    /// Makes the margins in practice follow what was measured: exactly for launches with the need
+    /// of a measured one, for others of its cluster size raised by the largest shortfall.
     ///
     /// # Errors
     /// [`TopologyError::Argument`] for a launch that is malformed or never starts here.
@@ -187,9 +196,16 @@ impl<'a> MarginPlanner<'a> {
             _ if cooperative => Verdict::TooLarge,
             held => Verdict::Waves(clusters.div_ceil(held)),
         };
-        let first = if cooperative { clusters } else { 1 };
-        let starts = self.margin(&capacity, first);
-        let all_resident = self.margin(&capacity, clusters);
+        let first = launch.first();
+        let measured = self.measured(launch);
+        let known = |margin: Margin, measured: Option<u32>| Margin {
+            practice: measured.map(|m| m.min(margin.worst_case)).or(margin.practice),
+            ..margin
+        };
+        let starts = self.margin(&capacity, first).map(|m| known(m, measured));
+        // A cooperative launch starts when all of it fits.
+        let all = measured.filter(|_| cooperative);
+        let all_resident = self.margin(&capacity, clusters).map(|m| known(m, all));
         let mut plan =
             MarginPlan { launch, verdict, starts, all_resident, explanation: String::new() };
         plan.explanation = crate::explain::explain(self.map, &capacity, &plan);
@@ -210,6 +226,13 @@ impl<'a> MarginPlanner<'a> {
         let mut fits: Vec<Fit> = self.map.cluster_sizes().into_iter().filter_map(fit).collect();
         fits.sort_by_key(|f| (std::cmp::Reverse(f.blocks), f.cluster));
         fits
+    }
+
+    /// The margin measured for launches with the same need, the largest if there are several.
+    fn measured(&self, launch: Launch) -> Option<u32> {
+        let need = |l: &Launch| (l.cluster, l.cooperative, l.first());
+        let same = |c: &&Calibration| need(&c.launch) == need(&launch);
+        self.calibrations.iter().filter(same).map(|c| c.starts_at).max()
     }
 
     /// SMs to leave for `clusters` clusters to be resident at once; `None` if they never are.
@@ -240,7 +263,7 @@ impl<'a> MarginPlanner<'a> {
     /// The largest shortfall of the recorded sets against calibrations of this cluster size.
     fn slack(&self, capacity: &Capacity) -> u32 {
         let of = |c: &Calibration| {
-            let clusters = if c.launch.cooperative { c.launch.clusters() } else { 1 };
+            let clusters = c.launch.first();
             let predicted = match capacity.cluster {
                 1 => Some(clusters),
                 _ => self.seen(capacity, clusters),

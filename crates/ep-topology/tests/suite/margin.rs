@@ -190,6 +190,20 @@ fn calibrations_add_what_the_device_needed_beyond_its_free_sets() {
     assert_eq!(margin(cooperative(3, 3)).practice, Some(5));
     let never = [Calibration { launch: cooperative(14, 2), starts_at: 4 }];
     assert!(MarginPlanner::new(&map).calibrated(&never).is_err());
+    // What was measured for a launch's own need is believed, below the recorded sets too, and never
+    // above the worst case; launches with another need do not follow it downwards.
+    let plan = |starts_at, launch| {
+        let measured = [Calibration { launch: Launch::new(4, 2, true), starts_at }];
+        let planner = MarginPlanner::new(&map).calibrated(&measured).expect("it starts here");
+        planner.plan(launch).expect("well formed").starts.expect("it starts here")
+    };
+    let plain = |launch| {
+        MarginPlanner::new(&map).plan(launch).expect("well formed").starts.expect("it starts here")
+    };
+    let (same, other) = (Launch::new(4, 2, true), Launch::new(2, 2, true));
+    assert_eq!(plan(4, same).practice, Some(4));
+    assert_eq!(plan(1000, same).practice, Some(plain(same).worst_case));
+    assert_eq!(plan(4, other).practice, plain(other).practice);
 }
 
 proptest! {
