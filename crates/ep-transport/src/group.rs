@@ -116,7 +116,11 @@ impl Group {
         let members: Vec<usize> = members.into_iter().map(|(_, rank)| rank).collect();
         let rank = members.iter().position(|&m| m == self.rank()).expect("own color is present");
         let world = members.len();
-        let (control, health) = self.member.control.split(&members, deadline)?;
+        // The others know of nothing: to them the collective has succeeded.
+        let split = self.member.control.split(&members, deadline).inspect_err(|e| {
+            self.fail(Fault { by: self.rank(), blames: e.peer(), why: e.to_string() });
+        });
+        let (control, health) = split?;
         Ok(Self::from_parts(rank, world, self.member.timeout, control, health))
     }
 
@@ -156,5 +160,45 @@ impl Group {
             }
         }
         Ok(self)
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    /// Two ranks of which this one can do all but split.
+    #[derive(Debug)]
+    struct Poor(TransportError, Arc<parking_lot::Mutex<Vec<Fault>>>);
+
+    impl Control for Poor {
+        fn all_gather(&self, _: &'static str, bytes: &[u8], _: Deadline) -> Result<Vec<Vec<u8>>> {
+            Ok(vec![bytes.to_vec(); 2])
+        }
+
+        fn abort(&self, fault: &Fault) {
+            self.1.lock().push(fault.clone());
+        }
+
+        fn leave(&self, _panicking: bool) {}
+
+        fn split(&self, _: &[usize], _: Deadline) -> Result<(Box<dyn Control>, Arc<Health>)> {
+            Err(self.0.clone())
+        }
+    }
+
+    #[test]
+    fn a_split_that_fails_on_one_rank_is_told_to_all() {
+        let os = TransportError::os("split", "sending", rustix::io::Errno::PIPE);
+        let busy = TransportError::Argument { op: "split", detail: "busy".into() };
+        for error in [os, busy] {
+            let (told, health) = (Arc::default(), Arc::new(Health::new(2)));
+            let control = Box::new(Poor(error.clone(), Arc::clone(&told)));
+            let group = Group::from_parts(1, 2, DEFAULT_TIMEOUT, control, health);
+            assert_eq!(group.split(0, 0).unwrap_err().to_string(), error.to_string());
+            let told = told.lock();
+            assert_eq!((told.len(), told[0].by), (1, 1));
+            assert_eq!(told[0].why, error.to_string());
+        }
     }
 }

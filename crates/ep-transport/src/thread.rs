@@ -62,9 +62,22 @@ impl Transport for ThreadTransport {
     }
 
     fn open(&self, group: &Group, spec: WindowSpec, deadline: Deadline) -> Result<Arc<dyn Link>> {
+        self.open_with(group, spec, deadline, Anonymous::map)
+    }
+}
+
+impl ThreadTransport {
+    fn open_with(
+        &self,
+        group: &Group,
+        spec: WindowSpec,
+        deadline: Deadline,
+        map: impl FnOnce(usize) -> Result<Arc<dyn Region>>,
+    ) -> Result<Arc<dyn Link>> {
         spec.agree(group, self.name(), deadline)?;
         let bytes = HostLink::region_bytes(spec, group.world())?;
-        let own = Anonymous::map(bytes);
+        // A failure travels in place of the key: it is everyone's error at once.
+        let own = map(bytes);
         let offer = own.as_ref().ok().map(|region| Offer::new(region.clone()));
         let all = group.all_gather_within("open", &encode(&own, offer.as_ref()), deadline)?;
         own?;
@@ -87,7 +100,9 @@ impl Transport for ThreadTransport {
 
 /// What a rank tells the others: its process and either the key of its offer or an errno.
 fn encode(own: &Result<Arc<dyn Region>>, offer: Option<&Offer>) -> Vec<u8> {
-    let code = own.as_ref().err().and_then(TransportError::code).unwrap_or_default();
+    // Zero says that all is well, so an error without a number gets one.
+    let number = |e: &TransportError| e.code().filter(|&code| code != 0).unwrap_or(libc::EIO);
+    let code = own.as_ref().err().map_or(0, number);
     let mut bytes = Vec::with_capacity(36);
     bytes.extend_from_slice(&process().to_le_bytes());
     bytes.extend_from_slice(&offer.map_or(0, |offer| offer.0).to_le_bytes());
@@ -213,6 +228,41 @@ mod tests {
     fn a_rank_that_cannot_map_is_named_to_all() {
         let error = decode(&[told(1, 5, 0), told(1, 0, 12)]).unwrap_err();
         assert_eq!((error.peer(), error.code()), (Some(1), Some(12)));
+    }
+
+    #[test]
+    fn one_rank_that_cannot_map_is_everyones_prompt_error() {
+        let limit = std::time::Duration::from_secs(20);
+        let unnumbered = TransportError::Unsupported { op: "open", detail: "no memory".into() };
+        let nomem = TransportError::os("open", "no memory", rustix::io::Errno::NOMEM);
+        for (failure, code) in [(nomem, libc::ENOMEM), (unnumbered, libc::EIO)] {
+            let start = std::time::Instant::now();
+            std::thread::scope(|scope| {
+                for group in Group::local(3).unwrap() {
+                    let failure = failure.clone();
+                    scope.spawn(move || {
+                        let (poor, spec) =
+                            (group.rank() == 1, WindowSpec { bytes: 4096, flags: 1 });
+                        let map = |bytes| if poor { Err(failure) } else { Anonymous::map(bytes) };
+                        let opened = ThreadTransport::new().open_with(
+                            &group,
+                            spec,
+                            Deadline::after(limit),
+                            map,
+                        );
+                        let error = opened.unwrap_err();
+                        if poor {
+                            assert!(error.to_string().contains("no memory"), "{error}");
+                        } else {
+                            assert_eq!((error.peer(), error.code()), (Some(1), Some(code)));
+                        }
+                        // All are still at the same place.
+                        group.barrier().unwrap();
+                    });
+                }
+            });
+            assert!(start.elapsed() < limit / 2);
+        }
     }
 
     #[test]

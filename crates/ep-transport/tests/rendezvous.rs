@@ -333,6 +333,64 @@ fn another_jobs_rank_is_told_and_disturbs_nobody() {
 }
 
 #[test]
+fn rank_0_says_that_it_refused_another_jobs_rank() {
+    let address = address();
+    let with = |rank, token: &str, wait| {
+        join(at(rank, 2, &address).with_token(token).unwrap().with_timeout(wait))
+    };
+    let first = with(0, "job a", Duration::from_millis(700));
+    assert!(with(1, "job b", LIMIT).join().unwrap().is_err());
+    let e = first.join().unwrap().unwrap_err().to_string();
+    assert!(e.contains("rank 1 of 2 missing") && e.contains("1 process with another job"), "{e}");
+}
+
+#[test]
+fn the_largest_world_can_be_waited_for() {
+    let lonely = at(0, Rendezvous::MAX_WORLD, &address()).with_timeout(Duration::from_millis(300));
+    let e = Group::from_env(&lonely).unwrap_err().to_string();
+    assert!(e.contains("of 65536 missing"), "{e}");
+}
+
+/// Not a test of its own: rank 0 of 24, with too few descriptors.
+#[test]
+fn a_poor_rank_0() {
+    let Ok(address) = std::env::var("EP_TEST_POOR") else { return };
+    let e = Group::from_env(&at(0, 24, &address)).unwrap_err();
+    println!("\nsays: {e}");
+}
+
+#[test]
+fn descriptors_that_run_out_are_everyones_error() {
+    let address = address();
+    let poor = std::process::Command::new("sh")
+        .args(["-c", "ulimit -n 16 && exec \"$0\" --exact a_poor_rank_0 --nocapture"])
+        .arg(std::env::current_exe().unwrap())
+        .env("EP_TEST_POOR", &address)
+        .stdout(std::process::Stdio::piped())
+        .spawn()
+        .unwrap();
+    let start = Instant::now();
+    // Rank 0 has its own place before the others take all there are.
+    while TcpStream::connect(&address).is_err() {
+        assert!(start.elapsed() < LIMIT);
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    std::thread::sleep(Duration::from_millis(200));
+    let others = (1..24).map(|rank| join(at(rank, 24, &address))).collect();
+    let mut texts: Vec<String> = errors(others).iter().map(ToString::to_string).collect();
+    let out = poor.wait_with_output().unwrap();
+    let out = String::from_utf8_lossy(&out.stdout).into_owned();
+    texts.push(out.lines().find(|line| line.starts_with("says: ")).expect(&out).into());
+    for text in texts {
+        for word in ["cannot accept more ranks", "ulimit -n", "of 24 ranks"] {
+            assert!(text.contains(word), "{text}");
+        }
+        assert_eq!(text.matches("Too many open files").count(), 1, "{text}");
+    }
+    assert!(start.elapsed() < LIMIT / 2);
+}
+
+#[test]
 fn a_name_that_does_not_resolve_is_an_error() {
     let lost = at(1, 2, "no-such-host.invalid:29501").with_timeout(Duration::from_millis(500));
     let e = Group::from_env(&lost).unwrap_err().to_string();

@@ -18,8 +18,8 @@ const HUGE_PAGE: usize = 2 << 20;
 /// An [`TransportError::Os`] that says what can be done about it.
 pub(super) fn os(what: &str, e: Errno) -> TransportError {
     let remedy = match e {
-        Errno::MFILE => ": this process has too many files open; raise `ulimit -n`",
-        Errno::NFILE => ": the system has too many files open; raise fs.file-max",
+        Errno::MFILE => ": raise `ulimit -n`",
+        Errno::NFILE => ": raise fs.file-max",
         Errno::NOMEM | Errno::NOSPC => {
             ": not enough memory or mappings; ask for smaller windows or fewer slots, or raise \
              the container's memory limit or vm.max_map_count"
@@ -151,7 +151,8 @@ mod tests {
 
     #[test]
     fn errors_say_what_to_do() {
-        assert!(os("x", Errno::MFILE).to_string().contains("ulimit -n"));
+        let text = os("x", Errno::MFILE).to_string();
+        assert!(text.starts_with("open: x: raise `ulimit -n`: Too many open files"), "{text}");
         assert!(os("x", Errno::NOMEM).to_string().contains("memory limit"));
     }
 }

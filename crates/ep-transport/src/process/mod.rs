@@ -67,10 +67,7 @@ impl Transport for ProcessTransport {
         spec.agree(group, self.name(), deadline)?;
         let bytes = HostLink::region_bytes(spec, group.world())?;
         let prepared = Memfd::create(bytes).and_then(|own| Ok((own, Listener::bind()?)));
-        let problem = prepared
-            .as_ref()
-            .err()
-            .map(|error| (error.code().unwrap_or(libc::EIO), error.to_string()));
+        let problem = prepared.as_ref().err().map(problem);
         let name = prepared.as_ref().map_or(Name::None, |(_, listener)| listener.name().clone());
         let user = rustix::process::geteuid().as_raw();
         let card = Card { host: HostId::here(), user, name, token: random(), problem };
@@ -85,6 +82,14 @@ impl Transport for ProcessTransport {
         // Nobody uses a window before all are mapped everywhere.
         group.all_gather_within(OP, &[], deadline)?;
         Ok(Arc::new(HostLink::new(group, spec, regions)?.bulk(self.bulk)))
+    }
+}
+
+/// What the others need to make the same error of it.
+fn problem(error: &TransportError) -> (i32, String) {
+    match error {
+        TransportError::Os { code, detail, .. } => (*code, detail.clone()),
+        other => (libc::EIO, other.to_string()),
     }
 }
 
@@ -121,7 +126,8 @@ fn read(all: &[Vec<u8>]) -> Result<Vec<Card>> {
         return unsupported(others, "run as another user than rank 0: start all ranks as one user");
     }
     for (rank, card) in cards.iter().enumerate() {
-        if let Some((code, detail)) = card.problem.clone() {
+        if let Some((code, detail)) = &card.problem {
+            let (code, detail) = (*code, format!("rank {rank}: {detail}"));
             return Err(TransportError::Os { op: OP, peer: Some(rank), code, detail });
         }
     }
@@ -159,9 +165,15 @@ mod tests {
     #[test]
     fn a_rank_without_window_is_everyones_error() {
         let mut poor = card();
-        poor.problem = Some((libc::EMFILE, "out of descriptors".into()));
+        let failed = memfd::os("listening on a Unix socket", rustix::io::Errno::MFILE);
+        poor.problem = Some(problem(&failed));
         let e = verdict(&[card(), poor]).unwrap_err();
         assert_eq!((e.peer(), e.code()), (Some(1), Some(libc::EMFILE)));
+        let text = e.to_string();
+        assert!(text.starts_with("open: rank 1: listening on a Unix socket: raise "), "{text}");
+        for once in ["open: ", "Too many open files", "ulimit -n"] {
+            assert_eq!(text.matches(once).count(), 1, "{text}");
+        }
     }
 
     #[test]

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use super::host::{HostId, hex, random};
 use super::join::join;
 use super::listen::own;
-use super::{Rendezvous, bad};
+use super::{Rendezvous, bad, check_size};
 use crate::tcp::{ranks_text, server};
 use crate::{DEFAULT_TIMEOUT, Deadline, Group, Result, TransportError};
 
@@ -62,7 +62,8 @@ impl Group {
     /// An argument error if the all-gather fails or its result is not one part per rank, in order;
     /// else as [`Group::from_env`].
     pub fn with_allgather(rank: usize, world: usize, mut gather: impl AllGather) -> Result<Group> {
-        if rank >= world || u32::try_from(world).is_err() {
+        check_size("the world size ", world)?;
+        if rank >= world {
             return Err(bad(format!("rank {rank} is not below the world size {world}")));
         }
         let host = HostId::here();

@@ -1,6 +1,6 @@
 //! What launchers tell a process.
 
-use super::{Rendezvous, bad};
+use super::{Rendezvous, bad, check_size};
 use crate::Result;
 
 /// A launcher's variables: rank, world size, local rank.
@@ -57,6 +57,7 @@ impl Rendezvous {
         let launcher = launcher(&var)?;
         let rank = number(launcher.rank, &var(launcher.rank).unwrap_or_default())?;
         let world = number(launcher.world, &var(launcher.world).unwrap_or_default())?;
+        check_size(&format!("{}=", launcher.world), world)?;
         let (host, port) = address(&var)?;
         let mut rendezvous = Self::checked(rank, world, host, port).map_err(|_| {
             bad(format!("{}={rank} is not below {}={world}", launcher.rank, launcher.world))
@@ -215,6 +216,14 @@ mod tests {
         assert!(
             error(&[AT, ("EP_RANK", "2"), world]).contains("EP_RANK=2 is not below EP_WORLD=2")
         );
+        for world in ["65537", "5000000", "4294967295"] {
+            let e = from(&[AT, ("EP_RANK", "0"), ("EP_WORLD", world)]).unwrap_err();
+            assert_eq!(e.kind(), crate::ErrorKind::Argument);
+            assert!(e.to_string().contains(&format!("EP_WORLD={world} is more than")), "{e}");
+        }
+        assert!(from(&[AT, ("EP_RANK", "0"), ("EP_WORLD", "65536")]).is_ok());
+        let e = Rendezvous::new(0, usize::MAX, "node0:1").unwrap_err().to_string();
+        assert!(e.contains(&format!("world size {} is more than", usize::MAX)), "{e}");
         for address in ["node0", "node0:", ":1", "node0:0", "node0:65536", "::1:5", "a b:1"] {
             let e = error(&[("EP_RENDEZVOUS", address), ("EP_RANK", "0"), world]);
             assert!(e.contains("EP_RENDEZVOUS"), "{e}");

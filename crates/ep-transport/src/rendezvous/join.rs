@@ -4,12 +4,14 @@ use std::io::{self, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::time::{Duration, Instant};
 
+use rustix::io::Errno;
+
 use super::Rendezvous;
 use super::listen::{listen, own, resolve};
 use crate::tcp::client::Conn;
 use crate::tcp::control::TcpControl;
 use crate::tcp::wire::{Decoder, MAX_HELLO, Message, encode};
-use crate::tcp::{configure, moment, server};
+use crate::tcp::{configure, explained, moment, server};
 use crate::{Deadline, Group, Result, TransportError};
 
 /// How long connecting to one address may take before the next is tried.
@@ -95,7 +97,11 @@ fn attempt(
     address: SocketAddr,
     deadline: Deadline,
 ) -> std::result::Result<Group, Refusal> {
-    let again = |e: io::Error| Refusal::Again(format!("{address}: {e}"));
+    let again = |e: io::Error| match Errno::from_io_error(&e) {
+        // Trying again would only hide it behind "not to be found".
+        Some(Errno::MFILE | Errno::NFILE) => Refusal::Final(unusable(at, &e)),
+        _ => Refusal::Again(format!("{address}: {e}")),
+    };
     let limit = deadline.remaining().clamp(Duration::from_millis(1), CONNECT);
     let mut stream = TcpStream::connect_timeout(&address, limit).map_err(again)?;
     if stream.local_addr().map_err(again)? == address {
@@ -109,9 +115,8 @@ fn attempt(
     stream.write_all(&encode(&hello, at.token.as_bytes())).map_err(again)?;
     let mut decoder = Decoder::new(MAX_HELLO * 2);
     verdict(at, &mut stream, &mut decoder, deadline)?;
-    let conn = Conn::start(stream, decoder, at.rank, at.world).map_err(|e| {
-        Refusal::Final(at.error(Some(at.rank), format!("the connection cannot be used ({e})")))
-    })?;
+    let conn = Conn::start(stream, decoder, at.rank, at.world)
+        .map_err(|e| Refusal::Final(unusable(at, &e)))?;
     let (control, health) = TcpControl::world(conn, at.world);
     Ok(Group::from_parts(at.rank, at.world, at.timeout, Box::new(control), health))
 }
@@ -164,6 +169,12 @@ fn verdict(
             Refusal::Again(why)
         });
     }
+}
+
+/// This rank's own process cannot go on.
+fn unusable(at: &Rendezvous, e: &io::Error) -> TransportError {
+    let detail = format!("rank {} cannot use its connection: {}", at.rank, explained(e));
+    at.error(Some(at.rank), detail)
 }
 
 fn stranger(at: &Rendezvous, what: &str) -> TransportError {

@@ -6,6 +6,7 @@ use std::sync::mpsc;
 use std::time::Duration;
 
 use super::Rendezvous;
+use crate::tcp::explained;
 use crate::{Deadline, Result};
 
 /// How long a name that does not resolve is tried again: it may be new.
@@ -86,7 +87,7 @@ pub(super) fn listen(at: &Rendezvous, deadline: Deadline) -> Result<TcpListener>
                 at.port
             )
         } else {
-            format!("rank 0 cannot listen here ({failure})")
+            format!("rank 0 cannot listen here ({})", explained(&failure))
         };
         return Err(at.error(Some(0), detail));
     }

@@ -32,18 +32,23 @@ pub struct Rendezvous {
 }
 
 impl Rendezvous {
+    /// The most ranks a job may have: beyond any machine, so that a wrong number is an error rather
+    /// than memory for as many ranks.
+    pub const MAX_WORLD: usize = 65_536;
+
     /// Rank `rank` of `world` meets the others at `address`, `host:port` (`[v6]:port`).
     ///
     /// # Errors
-    /// An argument error if the rank is not below the world size, either does not fit 32 bits, or
-    /// the address cannot be read.
+    /// An argument error if the rank is not below the world size, the world is larger than
+    /// [`Rendezvous::MAX_WORLD`], or the address cannot be read.
     pub fn new(rank: usize, world: usize, address: &str) -> Result<Self> {
         let (host, port) = env::split_address("the rendezvous address", address)?;
         Self::checked(rank, world, host, port)
     }
 
     fn checked(rank: usize, world: usize, host: String, port: u16) -> Result<Self> {
-        if rank >= world || u32::try_from(world).is_err() {
+        check_size("the world size ", world)?;
+        if rank >= world {
             return Err(bad(format!("rank {rank} is not below the world size {world}")));
         }
         let (token, timeout) = (String::new(), DEFAULT_TIMEOUT);
@@ -113,6 +118,15 @@ impl Group {
     pub fn from_env(rendezvous: &Rendezvous) -> Result<Group> {
         join::from_env(rendezvous)
     }
+}
+
+/// `named` is what comes before the number in the error.
+fn check_size(named: &str, world: usize) -> Result<()> {
+    let most = Rendezvous::MAX_WORLD;
+    if world > most {
+        return Err(bad(format!("{named}{world} is more than the {most} ranks a job may have")));
+    }
+    Ok(())
 }
 
 pub(crate) fn bad(detail: String) -> TransportError {

@@ -19,6 +19,11 @@ pub(crate) type ConnId = u64;
 const HELLO_TIME: Duration = Duration::from_secs(5);
 /// So many connections beyond the ranks may wait to say who they are; then the oldest is closed.
 const STRANGERS: usize = 256;
+/// A shortage of the operating system that lasts so long ends the meeting.
+const SHORTAGE: Duration = Duration::from_secs(2);
+/// So long those who could not be accepted before are told that the meeting has ended; less than a
+/// rank waits for a verdict beyond its own deadline.
+const TELLING: Duration = Duration::from_millis(800);
 /// No rank waits longer than this for a collective.
 const MAX_WAIT: Duration = Duration::from_secs(30 * 24 * 3600);
 /// The most groups at a time; a bound for ranks that lose track.
@@ -28,6 +33,8 @@ const MAX_GROUPS: usize = 1 << 16;
 #[derive(Debug)]
 pub(crate) enum Event {
     Accepted,
+    /// Somebody waits to be accepted, which the operating system does not allow, and why.
+    Unaccepted(String),
     Frame(Frame),
     /// What it sent is no frame of this protocol.
     Malformed(String),
@@ -95,6 +102,12 @@ pub(crate) struct Hub {
     until: Instant,
     waited: Duration,
     phase: Phase,
+    /// What keeps ranks from being accepted, and until when that may pass.
+    shortage: Option<(Instant, String)>,
+    /// What those hear who are accepted after a failure, and until when.
+    verdict: Option<(Instant, String)>,
+    /// How many knew another token.
+    foreign: usize,
     peers: HashMap<ConnId, Peer>,
     rooms: BTreeMap<GroupId, Room>,
     out: Out,
@@ -109,6 +122,9 @@ impl Hub {
             until: now + wait,
             waited: wait,
             phase: Phase::Gathering,
+            shortage: None,
+            verdict: None,
+            foreign: 0,
             peers: HashMap::new(),
             rooms: BTreeMap::new(),
             out: Out { seats: vec![Seat::Free; world], actions: Vec::new() },
@@ -117,7 +133,7 @@ impl Hub {
 
     /// Whether new connections are welcome.
     pub(crate) fn listening(&self) -> bool {
-        self.phase == Phase::Gathering
+        self.phase == Phase::Gathering || self.verdict.is_some()
     }
 
     /// Whether all ranks have gone (or been told that there will be no group).
@@ -125,7 +141,7 @@ impl Hub {
         match self.phase {
             Phase::Gathering => false,
             Phase::Running => self.out.seats.iter().all(|seat| *seat == Seat::Gone),
-            Phase::Failed => true,
+            Phase::Failed => self.verdict.is_none(),
         }
     }
 
@@ -137,13 +153,21 @@ impl Hub {
         });
         let start = (self.phase == Phase::Gathering).then_some(self.until);
         let rooms = self.rooms.values().filter_map(Room::next_deadline);
-        strangers.chain(start).chain(rooms).min()
+        let [shortage, verdict] = [&self.shortage, &self.verdict].map(|due| Some(due.as_ref()?.0));
+        strangers.chain(start).chain(shortage).chain(verdict).chain(rooms).min()
     }
 
     /// Takes an event, and gives what is to be done.
     pub(crate) fn handle(&mut self, now: Instant, conn: ConnId, event: Event) -> Vec<Action> {
         match event {
             Event::Accepted => self.accepted(now, conn),
+            Event::Unaccepted(why) if self.phase == Phase::Gathering => {
+                self.shortage.get_or_insert_with(|| {
+                    tracing::warn!(why, "rendezvous: waiting for the shortage to pass");
+                    (now + SHORTAGE, why)
+                });
+            }
+            Event::Unaccepted(_) => {}
             Event::Frame(frame) => match self.peers.get(&conn) {
                 Some(&Peer::Rank(rank)) if self.phase == Phase::Running => {
                     if let Err(what) = self.serve(now, rank, frame) {
@@ -175,20 +199,49 @@ impl Hub {
             tracing::warn!(conn, "rendezvous: closed a connection that did not say who it is");
             self.refuse(conn, None, "no hello came in time");
         }
-        if self.phase == Phase::Gathering && self.until <= now {
-            let missing: Vec<usize> = (0..self.world()).filter(|&r| !self.taken(r)).collect();
-            let detail = format!(
-                "{} of {} missing after {:?}: check that each was started and reaches this address",
-                ranks_text(&missing),
-                self.world(),
-                self.waited
-            );
-            self.fail(missing.first().copied(), &detail);
+        self.give_up(now);
+        if let Some((_, detail)) = self.verdict.take_if(|(until, _)| *until <= now)
+            && let Seat::Taken(conn) = self.out.seats[0]
+            && matches!(self.peers.get(&conn), Some(Peer::Rank(0)))
+        {
+            self.refuse(conn, Some(0), &detail);
         }
         for room in self.rooms.values_mut() {
             room.tick(now, &mut self.out);
         }
         std::mem::take(&mut self.out.actions)
+    }
+
+    /// Ends the meeting if ranks do not come, or cannot be let in.
+    fn give_up(&mut self, now: Instant) {
+        let late = self.until <= now;
+        let short = self.shortage.take_if(|(until, _)| late || *until <= now);
+        if self.phase != Phase::Gathering || !(late || short.is_some()) {
+            return;
+        }
+        let missing: Vec<usize> = (0..self.world()).filter(|&r| !self.taken(r)).collect();
+        let (world, waited) = (self.world(), self.waited);
+        if let Some((_, why)) = short {
+            let here = world - missing.len();
+            let detail = format!("{why}; {here} of {world} ranks had been accepted");
+            // Rank 0 hears it last: this is its process, which may end when it does.
+            let first = std::mem::replace(&mut self.out.seats[0], Seat::Free);
+            self.fail(Some(0), &detail);
+            self.out.seats[0] = first;
+            self.verdict = Some((now + TELLING, detail));
+            return;
+        }
+        let foreign = match self.foreign {
+            0 => String::new(),
+            1 => " (1 process with another job token was refused)".into(),
+            n => format!(" ({n} processes with another job token were refused)"),
+        };
+        let detail = format!(
+            "{} of {world} missing after {waited:?}{foreign}: check that each was started and \
+             reaches this address",
+            ranks_text(&missing)
+        );
+        self.fail(missing.first().copied(), &detail);
     }
 
     /// Whether the connection is a rank of the running group and may send large frames.
@@ -205,10 +258,14 @@ impl Hub {
     }
 
     fn accepted(&mut self, now: Instant, conn: ConnId) {
+        if let Some((_, detail)) = self.verdict.clone() {
+            return self.refuse(conn, Some(0), &detail);
+        }
         if self.phase != Phase::Gathering {
             self.out.actions.push(Action::Close(conn));
             return;
         }
+        self.shortage = None;
         let strangers = self.peers.iter().filter(|(_, p)| matches!(p, Peer::Stranger { .. }));
         if strangers.clone().count() >= self.world() + STRANGERS {
             let oldest = strangers.map(|(conn, _)| *conn).min().expect("there are some");
@@ -229,7 +286,7 @@ impl Hub {
 
     /// There will be no group: tells every rank that is here.
     fn fail(&mut self, peer: Option<usize>, detail: &str) {
-        self.phase = Phase::Failed;
+        (self.phase, self.shortage) = (Phase::Failed, None);
         for rank in 0..self.world() {
             if let Seat::Taken(conn) = self.out.seats[rank] {
                 self.refuse(conn, peer, detail);
@@ -251,6 +308,7 @@ impl Hub {
         };
         if !same(&frame.body, &self.token) {
             tracing::warn!(conn, "rendezvous: turned away a rank of another job");
+            self.foreign += 1;
             let detail = "this is another job's rendezvous (the job tokens differ): set \
                           EP_RENDEZVOUS to a free port, or EP_JOB_TOKEN alike on all ranks";
             return self.refuse(conn, None, detail);
@@ -292,7 +350,7 @@ impl Hub {
     }
 
     fn start(&mut self) {
-        self.phase = Phase::Running;
+        (self.phase, self.shortage) = (Phase::Running, None);
         self.out.send_all(&encode(&Message::Welcome, &[]));
         let members: Vec<usize> = (0..self.world()).collect();
         let mut room = Room::new(GroupId::new(), members.clone());

@@ -43,6 +43,16 @@ pub(crate) fn configure(stream: &std::net::TcpStream) {
     let _ = sockopt::set_tcp_user_timeout(stream, 30_000);
 }
 
+/// An error with what to do about it, where descriptors have run out.
+pub(crate) fn explained(e: &std::io::Error) -> String {
+    use rustix::io::Errno;
+    match Errno::from_io_error(e) {
+        Some(Errno::MFILE) => format!("{e}: raise `ulimit -n` where that process is started"),
+        Some(Errno::NFILE) => format!("{e}: raise fs.file-max on its host"),
+        _ => e.to_string(),
+    }
+}
+
 /// `rank 3`, or `ranks 1, 2`; long lists are cut.
 pub(crate) fn ranks_text(ranks: &[usize]) -> String {
     const SHOWN: usize = 16;

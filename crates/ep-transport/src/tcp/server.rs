@@ -6,10 +6,11 @@ use std::net::{Shutdown, TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, poll};
+use rustix::io::Errno;
 
 use super::hub::{Action, ConnId, Event, Hub};
 use super::wire::{Decoder, MAX_HELLO};
-use super::{Bytes, configure};
+use super::{Bytes, configure, explained};
 use crate::{Result, TransportError};
 
 /// How much is read from one connection before the next has its turn.
@@ -18,7 +19,7 @@ const CHUNKS: usize = 16;
 /// How long a connection that was turned away may take to read why.
 const LINGER: Duration = Duration::from_secs(1);
 /// How long accepting pauses when the process has no file descriptor left.
-const PAUSE: Duration = Duration::from_millis(100);
+const PAUSE: Duration = Duration::from_millis(20);
 
 /// Starts a hub for `world` ranks on `listener`.
 pub(crate) fn spawn(
@@ -136,11 +137,13 @@ impl Server {
                     self.apply(actions);
                 }
                 Err(e) if e.kind() == ErrorKind::WouldBlock => return,
-                Err(e) if matches!(e.raw_os_error(), Some(23 | 24 | 105 | 12)) => {
-                    // ENFILE, EMFILE, ENOBUFS, ENOMEM: it may pass.
-                    tracing::warn!(error = %e, "rendezvous: cannot accept connections");
-                    self.pause = Some(Instant::now() + PAUSE);
-                    return;
+                Err(e) if shortage(&e).is_some() && !waits(listener) => return,
+                Err(e) if let Some(why) = shortage(&e) => {
+                    // It may pass: the hub says when it has lasted too long.
+                    let now = Instant::now();
+                    self.pause = Some(now + PAUSE);
+                    let actions = self.hub.handle(now, self.next, Event::Unaccepted(why));
+                    return self.apply(actions);
                 }
                 // The connection, not the listener, has failed.
                 Err(_) => {}
@@ -236,6 +239,21 @@ impl Server {
             let _ = socket.stream.shutdown(Shutdown::Write);
         }
     }
+}
+
+/// Whether somebody waits to be accepted: without a descriptor to spare the kernel fails before it
+/// looks.
+fn waits(listener: &TcpListener) -> bool {
+    let now = rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 };
+    // If it cannot be told, somebody does.
+    !poll(&mut [PollFd::new(listener, PollFlags::IN)], Some(&now)).is_ok_and(|n| n == 0)
+}
+
+/// What a failure to accept means and what to do, if it is the machine's and not the connection's.
+fn shortage(e: &io::Error) -> Option<String> {
+    let errno = Errno::from_io_error(e)?;
+    matches!(errno, Errno::MFILE | Errno::NFILE | Errno::NOBUFS | Errno::NOMEM)
+        .then(|| format!("rank 0's process cannot accept more ranks: {}", explained(e)))
 }
 
 impl Socket {

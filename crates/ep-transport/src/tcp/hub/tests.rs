@@ -349,6 +349,59 @@ fn silent_strangers_are_closed_and_floods_bounded() {
 }
 
 #[test]
+fn refused_tokens_are_part_of_who_is_missing() {
+    for (strangers, text) in [(1, "1 process with another job token was"), (2, "2 processes")] {
+        let mut all = World::new(2);
+        for conn in 0..=strangers {
+            all.accept(conn);
+            let token = if conn == 0 { TOKEN } else { b"other" };
+            all.hello(conn, (conn as u32).min(1), 2, token);
+        }
+        all.pass(WAIT);
+        let refused = all.clients[&0].refused.clone().unwrap();
+        assert!(refused.contains("rank 1 of 2 missing") && refused.contains(text), "{refused}");
+    }
+}
+
+#[test]
+fn a_shortage_that_passes_harms_nobody_and_one_that_lasts_is_the_verdict() {
+    let mut all = World::new(3);
+    all.accept(0);
+    all.hello(0, 0, 3, TOKEN);
+    all.event(9, Event::Unaccepted("no descriptors".into()));
+    all.pass(SHORTAGE / 2);
+    all.accept(1);
+    all.hello(1, 1, 3, TOKEN);
+    all.pass(SHORTAGE);
+    all.event(9, Event::Unaccepted("no descriptors".into()));
+    all.pass(SHORTAGE / 2);
+    all.event(9, Event::Unaccepted("no descriptors".into()));
+    assert!(all.clients[&0].refused.is_none());
+    all.pass(SHORTAGE / 2);
+    let verdict = Some("no descriptors; 2 of 3 ranks had been accepted");
+    assert_eq!(all.clients[&1].refused.as_deref(), verdict);
+    // Whoever could not be let in before hears it too.
+    assert!(all.hub.listening() && !all.hub.done());
+    all.accept(2);
+    assert_eq!(all.clients[&2].refused.as_deref(), verdict);
+    assert!(all.clients[&0].refused.is_none(), "its process may end with it");
+    all.pass(TELLING);
+    assert_eq!(all.clients[&0].refused.as_deref(), verdict);
+    assert!(!all.hub.listening() && all.hub.done());
+}
+
+#[test]
+fn a_time_out_during_a_shortage_names_the_shortage() {
+    let mut all = World::new(2);
+    all.accept(0);
+    all.send(0, Message::Hello { rank: 0, world: 2, wait_ms: 100 }, TOKEN);
+    all.event(9, Event::Unaccepted("no descriptors".into()));
+    all.pass(Duration::from_millis(100));
+    all.pass(TELLING);
+    assert!(all.clients[&0].refused.as_ref().unwrap().contains("no descriptors"));
+}
+
+#[test]
 fn the_shortest_wait_decides() {
     let mut all = World::new(2);
     all.accept(0);
