@@ -184,7 +184,7 @@ pub fn run(
     let mut calibrations = Vec::new();
     for launch in launches.iter().filter(|l| !plan.held_out.contains(&l.blocks)) {
         progress(&format!("calibrating: {}", title(launch)));
-        let top = top(&MarginPlanner::new(&map), *launch, &map)?;
+        let top = top(&MarginPlanner::new(&map).plan(*launch).map_err(failed)?, &map);
         let curve = bench.scan(*launch, top, &mut |margin, _| Held::AllButSome(margin))?;
         if let Some(starts_at) = curve.starts_from() {
             calibrations.push(Calibration { launch: *launch, starts_at });
@@ -207,7 +207,7 @@ pub fn run(
         if plan_of.starts.is_none() || plan_of.all_resident.is_none() {
             continue;
         }
-        let top = top(&planner, launch, &map)?;
+        let top = top(&plan_of, &map);
         progress(&format!("observing: {}", title(&launch)));
         let plain = bench.scan(launch, top, &mut |margin, _| Held::AllButSome(margin))?;
         let orders: Vec<Vec<u32>> =
@@ -248,7 +248,7 @@ fn observe(bench: &mut Bench<'_>, plan: &Plan) -> Result<SmMap> {
     let planner = MarginPlanner::new(&map);
     let mut most = 1;
     for launch in plan.launches(&map) {
-        most = most.max(top(&planner, launch, &map)?);
+        most = most.max(top(&planner.plan(launch).map_err(failed)?, &map));
     }
     observation.left_free.clear();
     for margin in 1..=most {
@@ -261,10 +261,9 @@ fn observe(bench: &mut Bench<'_>, plan: &Plan) -> Result<SmMap> {
 }
 
 /// The largest margin to try: a little above what is safe wherever the free SMs are.
-fn top(planner: &MarginPlanner<'_>, launch: Launch, map: &SmMap) -> Result<u32> {
-    let plan = planner.plan(launch).map_err(failed)?;
-    let worst = plan.all_resident.map_or(launch.blocks, |margin| margin.worst_case);
-    Ok((worst + 2).min(map.sm_count() - 1))
+fn top(plan: &MarginPlan, map: &SmMap) -> u32 {
+    let worst = plan.all_resident.map_or(plan.launch.blocks, |margin| margin.worst_case);
+    (worst + 2).min(map.sm_count() - 1)
 }
 
 struct Bench<'a> {

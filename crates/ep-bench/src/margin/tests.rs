@@ -11,7 +11,7 @@ use super::*;
 const H200: [usize; 12] = [18, 18, 16, 16, 16, 16, 16, 8, 2, 2, 2, 2];
 
 fn study(sim: &mut Sim) -> Study {
-    let plan = Plan { rounds: 3, ..Plan::default() };
+    let plan = Plan { rounds: 2, ..Plan::default() };
     study::run(sim, &plan, &mut |_| Ok(()), &mut |_| {}).unwrap()
 }
 

@@ -110,8 +110,8 @@ fn line(out: &mut String, check: &Check, before: &str) {
         Severity::Warning => "WARN",
         Severity::Failure => "FAIL",
     };
-    let text = format!("{mark} {before}{} {}: {}", check.area, check.name, check.found);
-    let _ = writeln!(out, "{}", wrap(&text, WIDTH, "     "));
+    let text = format!("{before}{} {}: {}", check.area, check.name, check.found);
+    let _ = writeln!(out, "{mark} {}", wrap(&text, WIDTH - 5, "     "));
     if !check.remedy.is_empty() && check.severity > Severity::Ok {
         let _ = writeln!(out, "     {}", wrap(&check.remedy, WIDTH - 5, "     "));
     }

@@ -127,10 +127,15 @@ fn look(known: &Known) -> Library {
                 return Library { name: known.name.into(), file, version, problem: None };
             }
             // The first name is the canonical one: its message says most.
-            Err(error) => problem = problem.or(Some(error.to_string())),
+            Err(error) => problem = problem.or_else(|| Some(reason(&error))),
         }
     }
     Library { name: known.name.into(), file: None, version: None, problem }
+}
+
+/// What the loader said, which libloading keeps behind its own words.
+fn reason(error: &libloading::Error) -> String {
+    std::error::Error::source(error).map_or_else(|| error.to_string(), ToString::to_string)
 }
 
 /// File names to try; for the compiler what `EP_NVRTC_PATH` names comes first.
