@@ -82,6 +82,12 @@ pub trait Engine {
     fn combine(&mut self, tokens: usize) -> Result<()>;
     /// The combined rows, back to back.
     fn combined(&self) -> &[u8];
+    /// Overwrites the rows held and the combined rows, so that nothing an earlier run left there
+    /// passes for the result of a later one.
+    ///
+    /// # Errors
+    /// What the library says.
+    fn scrub(&mut self) -> Result<()>;
     /// Gives back what is held.
     ///
     /// # Errors

@@ -3,7 +3,7 @@
 use std::fmt::Write as _;
 
 use crate::format::{bytes, micros};
-use crate::report::{Report, Row};
+use crate::report::{Report, Row, footnote};
 
 const STYLE: &str = "\
 :root{color-scheme:light dark;--fg:#1c2330;--dim:#677083;--line:#d9dee7;--bg:#fff;--bar:#3b6fd4;\
@@ -48,6 +48,9 @@ pub fn page(report: &Report) -> String {
             plot.draw(&mut out);
         }
         table(&mut out, &report.results);
+        if let Some(note) = footnote(report) {
+            let _ = writeln!(out, "<p class=\"dim\">{}</p>", escape(&note));
+        }
     }
     out.push_str("</body></html>\n");
     out
@@ -300,10 +303,10 @@ fn table(out: &mut String, rows: &[Row]) {
         for cell in cells {
             let _ = write!(out, "<td>{}</td>", escape(&cell));
         }
-        out.push_str(if row.verified {
-            "<td>yes</td></tr>\n"
-        } else {
-            "<td class=\"no\">no</td></tr>\n"
+        out.push_str(match (row.verified, row.partial()) {
+            (true, false) => "<td>yes</td></tr>\n",
+            (true, true) => "<td>yes*</td></tr>\n",
+            (false, _) => "<td class=\"no\">no</td></tr>\n",
         });
     }
     out.push_str("</tbody></table></div>\n");
@@ -361,5 +364,14 @@ mod tests {
         bad.verified = false;
         assert!(page(&report(vec![bad])).contains("class=\"no\""));
         assert!(page(&report(vec![])).contains("No results"));
+    }
+
+    #[test]
+    fn a_partial_verification_shows() {
+        let mut part = row("combine", 64);
+        assert!(!page(&report(vec![part.clone()])).contains("yes*"));
+        part.metrics.insert("verified_tokens".into(), 32.into());
+        let page = page(&report(vec![part]));
+        assert!(page.contains("<td>yes*</td>") && page.contains("at least 32"));
     }
 }

@@ -14,7 +14,7 @@ use crate::report::Row;
 use crate::routing::Router;
 use crate::stats::{Summary, counts, now_ns, slowest};
 use crate::trace::Span;
-use crate::verify::{Answers, Expected};
+use crate::verify::{Answers, Expected, Later};
 use crate::{BenchError, Result};
 
 /// Start and end in nanoseconds of the shared clock.
@@ -48,15 +48,18 @@ struct Times {
     copied_out: Vec<Interval>,
     copy: Vec<Interval>,
     spans: Vec<Span>,
+    /// Whether the last run was compared and found equal.
+    verified: bool,
 }
 
 /// Runs of the operation, then as many of the copy, in turn: both meet the same machine.
 const BLOCK: usize = 5;
 
-/// Verifies and then times `case` on this rank. All ranks call it; each gets the outcome.
+/// Verifies and then times `case` on this rank, and compares what the last run gave. All ranks
+/// call it; each gets the outcome.
 ///
 /// # Errors
-/// A result that differs from the oracle's; what the library says.
+/// A result that differs from the oracle's, or from the first run's; what the library says.
 pub fn measure(
     seat: &dyn Seat,
     case: &Case,
@@ -70,8 +73,9 @@ pub fn measure(
     seat.barrier()?;
     let rank = seat.rank();
     let input = Input::of(case, &Router::new(case)?, rank);
-    let mut runner =
-        Runner { seat, case, engine, input, outputs: Vec::new(), times: Times::default() };
+    let later = Later::new(answers, rank);
+    let (outputs, times) = (Vec::new(), Times::default());
+    let mut runner = Runner { seat, case, engine, input, outputs, later, last: false, times };
     runner.prepare()?;
     let (warm_ups, runs) = runner.agree(options.budget)?;
     for _ in 0..warm_ups {
@@ -83,7 +87,11 @@ pub fn measure(
     let mut left = runs;
     while left > 0 {
         let block = left.min(BLOCK);
-        for _ in 0..block {
+        for run in 1..=block {
+            if run == left {
+                runner.scrub()?;
+                runner.last = true;
+            }
             runner.once()?;
         }
         for _ in 0..block {
@@ -115,6 +123,9 @@ struct Runner<'a> {
     engine: Box<dyn Engine>,
     input: Input,
     outputs: Vec<u8>,
+    later: Later<'a>,
+    /// Whether what comes is compared.
+    last: bool,
     times: Times,
 }
 
@@ -122,6 +133,7 @@ impl Runner<'_> {
     /// One dispatch, which routes what is cached and combined later and says how many rows come.
     fn prepare(&mut self) -> Result<()> {
         self.engine.dispatch(&self.input, false)?;
+        self.later.first_rows(&self.engine.held()?);
         if self.case.operation != Operation::Dispatch {
             self.outputs = outputs(self.case, self.seat.rank(), self.engine.rows());
         }
@@ -133,11 +145,21 @@ impl Runner<'_> {
         let start = now_ns();
         self.once()?;
         let mine = now_ns() - start;
+        if self.case.operation != Operation::Dispatch {
+            self.later.first_combined(self.engine.combined());
+        }
         let all = self.seat.all_gather(&mine.to_le_bytes())?;
         let slowest =
             all.iter().filter_map(|b| b.as_slice().try_into().ok()).map(u64::from_le_bytes);
         // Copies take about as long again.
         Ok(counts(Duration::from_nanos(2 * slowest.max().unwrap_or(mine)), budget))
+    }
+
+    /// Makes sure that the next run's result is the next run's: no other wrote it.
+    fn scrub(&mut self) -> Result<()> {
+        self.engine.dispatch(&self.input, self.case.cached)?;
+        self.engine.scrub()?;
+        self.engine.release()
     }
 
     /// Waits for all ranks, then times `work`.
@@ -176,6 +198,10 @@ impl Runner<'_> {
         let cached = self.case.cached;
         let time = self.timed("dispatch", |r| r.engine.dispatch(&r.input, cached))?;
         self.times.dispatch.push(time);
+        if self.last {
+            self.later.check_rows(&self.engine.held()?)?;
+            self.times.verified = true;
+        }
         Ok(())
     }
 
@@ -185,6 +211,10 @@ impl Runner<'_> {
         let tokens = self.input.routes.tokens;
         let time = self.timed("combine", |r| r.engine.combine(tokens))?;
         self.times.combine.push(time);
+        if self.last {
+            self.later.check_combined(self.engine.combined())?;
+            self.times.verified = true;
+        }
         Ok(())
     }
 
@@ -252,7 +282,7 @@ fn row(case: &Case, expected: &Expected, all: &[Times], options: Options) -> Res
         sms: 0,
         launch: "plain".into(),
         cached: case.cached,
-        verified: true,
+        verified: all.iter().all(|times| times.verified),
         p50_us: time.p50_us,
         p90_us: time.p90_us,
         min_us: time.min_us,

@@ -59,7 +59,7 @@ pub struct Row {
     pub launch: String,
     /// Whether the routing of an earlier dispatch was used again.
     pub cached: bool,
-    /// Whether the results were compared and found equal before timing.
+    /// Whether everything compared was equal: before timing, and the last timed run.
     pub verified: bool,
     /// Half of the runs were not slower than this; the slowest rank counts.
     pub p50_us: f64,
@@ -121,7 +121,7 @@ impl Report {
     }
 }
 
-/// Width and alignment (left or not) of the table's columns; with the spaces between: 78.
+/// Width and alignment (left or not) of the table's columns; with the spaces between: 79.
 const COLUMNS: [(usize, bool); 10] = [
     (9, true),
     (9, true),
@@ -132,7 +132,7 @@ const COLUMNS: [(usize, bool); 10] = [
     (8, false),
     (6, false),
     (5, false),
-    (3, true),
+    (4, true),
 ];
 
 fn line(out: &mut String, cells: &[String; 10]) {
@@ -161,8 +161,19 @@ impl Row {
             micros(self.p90_us),
             rate,
             self.wire_share.map_or("-".into(), |share| format!("{:.0}%", 100.0 * share)),
-            if self.verified { "yes" } else { "NO" }.into(),
+            match (self.verified, self.partial()) {
+                (false, _) => "NO",
+                (true, true) => "yes*",
+                (true, false) => "yes",
+            }
+            .into(),
         ]
+    }
+
+    /// Whether it was verified with fewer tokens than it was timed with.
+    pub fn partial(&self) -> bool {
+        let verified = self.metrics.get("verified_tokens").and_then(Value::as_u64);
+        verified.is_some_and(|tokens| tokens < self.tokens as u64)
     }
 
     /// A short name: `dispatch bf16 4×1024`.
@@ -176,10 +187,22 @@ pub fn legend() -> String {
     wrap(
         "Tokens are per rank. Times are those of the slowest rank. GB/s are rows of the busiest \
          rank, its own included, in 10⁹ bytes; limit is the share of a plain copy of as many \
-         bytes, one thread per rank, in the same run. ok: compared bit by bit before timing.",
+         bytes, one thread per rank, in the same run. ok: compared bit by bit before timing, and \
+         again the last timed run.",
         WIDTH,
         "",
     )
+}
+
+/// What an asterisk in the table stands for, if there is one.
+pub fn footnote(report: &Report) -> Option<String> {
+    let fewest = |row: &Row| row.metrics.get("verified_tokens").and_then(Value::as_u64);
+    let fewest = report.results.iter().filter(|row| row.partial()).filter_map(fewest).min()?;
+    let text = format!(
+        "* compared with the oracle with fewer tokens than were timed (verified_tokens, at least \
+         {fewest}); with all tokens, the last timed run with the first run."
+    );
+    Some(wrap(&text, WIDTH, ""))
 }
 
 /// What a user may want to run next, given what was run.
@@ -294,6 +317,27 @@ pub(crate) mod tests {
         assert!(lines[2].contains("12.3 ms") && lines[2].contains("89%"), "{table}");
         assert!(lines[2].ends_with("yes") && lines[3].ends_with("NO"), "{table}");
         assert!(legend().lines().all(|l| l.chars().count() <= WIDTH));
+    }
+
+    #[test]
+    fn a_partial_verification_has_an_asterisk_and_a_footnote() {
+        let (mut part, mut all) = (row("combine", 1024), row("combine", 1024));
+        part.metrics.insert("verified_tokens".into(), Value::from(512));
+        all.metrics.insert("verified_tokens".into(), Value::from(1024));
+        let mut bad = part.clone();
+        bad.verified = false;
+        let whole = report(vec![all.clone(), row("layout", 1)]);
+        assert!(!whole.table().contains('*'));
+        assert_eq!(footnote(&whole), None);
+        let report = report(vec![part, all, bad]);
+        let table = report.table();
+        assert!(table.lines().all(|l| l.chars().count() <= WIDTH), "{table}");
+        let lines: Vec<&str> = table.lines().skip(2).collect();
+        assert!(lines[0].ends_with(" yes*") && lines[1].ends_with(" yes"), "{table}");
+        assert!(lines[2].ends_with(" NO"), "{table}");
+        let note = footnote(&report).unwrap();
+        assert!(note.starts_with("* ") && note.contains("512"), "{note}");
+        assert!(note.lines().all(|l| l.chars().count() <= WIDTH), "{note}");
     }
 
     #[test]

@@ -11,7 +11,7 @@ use crate::host::HostSeat;
 use crate::machine::{Machine, commit, free_memory};
 use crate::measure::{Options, Outcome};
 use crate::plan::Traffic;
-use crate::report::{Report, WIDTH, legend, next_steps, write};
+use crate::report::{Report, WIDTH, footnote, legend, next_steps, write};
 use crate::trace::CaseTrace;
 use crate::workload::total_bytes;
 use crate::{Result, html, layout_cost, processes, threads, trace};
@@ -36,6 +36,9 @@ pub fn run(args: &Args) -> Result<Report> {
     let mut traces = Vec::new();
     execute(&plan, args.seed, &mut report, &mut traces)?;
     println!("\n{}\n{}", report.table(), legend());
+    if let Some(note) = footnote(&report) {
+        println!("{note}");
+    }
     if let Some(path) = &args.json {
         write(path, &report.json())?;
     }

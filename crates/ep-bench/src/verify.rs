@@ -1,5 +1,7 @@
 //! Comparing what was received and combined with the naive oracle, bit by bit.
 
+use std::hash::{DefaultHasher, Hasher as _};
+
 use crate::case::{Case, Dtype, Layout, Operation};
 use crate::data::{Input, outputs};
 use crate::engine::{Capacity, Engine, Held, Seat};
@@ -22,6 +24,8 @@ pub struct Expected {
     pub case: Case,
     /// What the case moves as it is timed.
     pub traffic: Traffic,
+    /// Whether `case` has all tokens of the case that is timed.
+    pub whole: bool,
     verified: Traffic,
     router: Router,
     job: Job,
@@ -33,8 +37,16 @@ impl Expected {
     /// # Errors
     /// As [`Router::new`].
     pub fn new(case: &Case) -> Result<Self> {
-        let traffic = Traffic::of(case)?;
-        let (case, verified) = affordable(case, &traffic)?;
+        // A dispatch is only compared, not summed.
+        let dispatch = case.operation == Operation::Dispatch;
+        Self::within(case, if dispatch { 16 * MOST_SUMMED } else { MOST_SUMMED })
+    }
+
+    /// As [`Expected::new`], with so few tokens that at most `most` elements are received.
+    pub(crate) fn within(case: &Case, most: usize) -> Result<Self> {
+        let (traffic, tokens) = (Traffic::of(case)?, case.shape.tokens);
+        let (case, verified) = affordable(case, &traffic, most)?;
+        let whole = case.shape.tokens == tokens;
         let router = Router::new(&case)?;
         let shape = case.shape;
         let (row, scale) =
@@ -64,7 +76,7 @@ impl Expected {
             alignment: case.alignment,
             inputs: inputs.collect(),
         };
-        Ok(Self { case, traffic, verified, router, job })
+        Ok(Self { case, traffic, whole, verified, router, job })
     }
 
     /// What has to fit on every rank, for verifying and for timing.
@@ -121,11 +133,9 @@ pub fn weighted(case: &Case) -> bool {
     case.layout == Layout::ExpertMajor
 }
 
-/// `case` with as many tokens as the oracle can do in seconds, and what that moves.
-fn affordable(case: &Case, traffic: &Traffic) -> Result<(Case, Traffic)> {
+/// `case` with so few tokens that at most `most` elements are received, and what that moves.
+fn affordable(case: &Case, traffic: &Traffic, most: usize) -> Result<(Case, Traffic)> {
     let (mut case, mut traffic) = (case.clone(), traffic.clone());
-    // A dispatch is only compared, not summed.
-    let most = if case.operation == Operation::Dispatch { 16 * MOST_SUMMED } else { MOST_SUMMED };
     loop {
         let rows: usize = traffic.rows.iter().chain(&traffic.expert_rows).sum();
         if rows.saturating_mul(case.shape.hidden) <= most || case.shape.tokens <= 1 {
@@ -156,8 +166,9 @@ impl<'a> Answers<'a> {
         self.combined.get(rank).map_or(&[], Vec::as_slice)
     }
 
-    /// Runs the case once on this rank and compares: the dispatched rows, the rows of a cached
-    /// dispatch if the case has one, and the combined rows if the case combines.
+    /// Runs the case once on this rank, the way it is timed, and compares: the dispatched rows,
+    /// the rows of a cached dispatch if the case has one, and the combined rows if the case
+    /// combines. A combine alone takes its rows from [`Engine::reserve`].
     ///
     /// # Errors
     /// [`BenchError::Verification`] with the first differences; what the library says.
@@ -174,11 +185,18 @@ impl<'a> Answers<'a> {
         if case.operation == Operation::Dispatch {
             return engine.release();
         }
+        if case.operation == Operation::Combine {
+            engine.release()?;
+            engine.reserve()?;
+        }
         engine.fill(&outputs(case, rank, engine.rows()))?;
         engine.combine(input.routes.tokens)?;
-        let back = case.dtype.back();
-        let got: Vec<&[u8]> =
-            engine.combined().chunks_exact(back.payload_bytes(case.shape.hidden)).collect();
+        self.check_combined(rank, engine.combined())
+    }
+
+    fn check_combined(&self, rank: usize, rows: &[u8]) -> Result<()> {
+        let (back, hidden) = (self.expected.case.dtype.back(), self.expected.case.shape.hidden);
+        let got: Vec<&[u8]> = rows.chunks_exact(back.payload_bytes(hidden)).collect();
         let expected: Vec<&[u8]> = self.combined(rank).iter().map(Vec::as_slice).collect();
         self.verdict(rank, compare_combined(rank, float(back), &expected, &got))
     }
@@ -220,6 +238,107 @@ impl<'a> Answers<'a> {
             detail: e.to_string().trim_end().to_owned(),
         })
     }
+}
+
+/// What the last timed run of a rank is compared with: the oracle's answers, or where those are
+/// for fewer tokens, the first run of all tokens, by a 64-bit digest of its rows.
+#[derive(Debug)]
+pub struct Later<'a> {
+    answers: &'a Answers<'a>,
+    rank: usize,
+    rows: Option<u64>,
+    combined: Option<u64>,
+}
+
+impl<'a> Later<'a> {
+    /// Before any run of all tokens.
+    pub fn new(answers: &'a Answers<'a>, rank: usize) -> Self {
+        Self { answers, rank, rows: None, combined: None }
+    }
+
+    /// Keeps what the first run received.
+    pub fn first_rows(&mut self, held: &Held) {
+        if !self.answers.expected.whole {
+            self.rows = Some(digest_of_held(held));
+        }
+    }
+
+    /// Keeps what the first run combined.
+    pub fn first_combined(&mut self, rows: &[u8]) {
+        if !self.answers.expected.whole {
+            self.combined = Some(digest_of_bytes(rows));
+        }
+    }
+
+    /// Compares what the last run received.
+    ///
+    /// # Errors
+    /// [`BenchError::Verification`].
+    pub fn check_rows(&self, held: &Held) -> Result<()> {
+        if self.answers.expected.whole {
+            return self.answers.check_held(self.rank, held).map_err(after_the_runs);
+        }
+        self.same("received", self.rows, digest_of_held(held))
+    }
+
+    /// Compares what the last run combined.
+    ///
+    /// # Errors
+    /// [`BenchError::Verification`].
+    pub fn check_combined(&self, rows: &[u8]) -> Result<()> {
+        if self.answers.expected.whole {
+            return self.answers.check_combined(self.rank, rows).map_err(after_the_runs);
+        }
+        self.same("combined", self.combined, digest_of_bytes(rows))
+    }
+
+    fn same(&self, what: &str, first: Option<u64>, last: u64) -> Result<()> {
+        let differ = || format!("the {what} rows are not those of the first run");
+        let compared = if first == Some(last) { Ok(()) } else { Err(differ()) };
+        self.answers.verdict(self.rank, compared).map_err(after_the_runs)
+    }
+}
+
+fn after_the_runs(mut e: BenchError) -> BenchError {
+    if let BenchError::Verification { detail, .. } = &mut e {
+        detail.insert_str(0, "after the timed runs: ");
+    }
+    e
+}
+
+fn digest_of_bytes(bytes: &[u8]) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    hasher.write(bytes);
+    hasher.finish()
+}
+
+fn digest_of_held(held: &Held) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    match held {
+        Held::Rank(rows) => {
+            for row in rows {
+                hasher.write(row.payload);
+                hasher.write(row.scales);
+                row.ids.iter().for_each(|&id| hasher.write_i32(id));
+                row.weights.iter().for_each(|w| hasher.write_u32(w.to_bits()));
+                hasher.write_usize(row.source_rank);
+                hasher.write_usize(row.source_token);
+            }
+        }
+        Held::Expert { offsets, counts, rows } => {
+            offsets.iter().for_each(|&n| hasher.write_i32(n));
+            counts.iter().for_each(|&n| hasher.write_u32(n));
+            for row in rows {
+                hasher.write(&row.payload);
+                hasher.write(&row.scales);
+                hasher.write_u32(row.weight.to_bits());
+                let (rank, token) = row.source.unwrap_or((usize::MAX, usize::MAX));
+                hasher.write_usize(rank);
+                hasher.write_usize(token);
+            }
+        }
+    }
+    hasher.finish()
 }
 
 fn payload(dtype: Dtype) -> Payload {

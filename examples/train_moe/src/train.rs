@@ -36,7 +36,7 @@ pub struct Config {
 impl Default for Config {
     fn default() -> Self {
         let sizes = Sizes { inputs: 64, hidden: 32, ffn: 64, experts: 8, topk: 2, classes: 10 };
-        Self { sizes, batch: 64, epochs: 12, rate: 0.3, seed: 7 }
+        Self { sizes, batch: 64, epochs: 8, rate: 0.3, seed: 7 }
     }
 }
 
@@ -49,7 +49,7 @@ pub struct Report {
     pub accuracy: f32,
 }
 
-/// The whole steps from 0 to `n` of `part` out of `parts`.
+/// Which of `n` things belong to `part` when they are spread over `parts`, in order.
 fn share(n: usize, part: usize, parts: usize) -> Range<usize> {
     part * n / parts..(part + 1) * n / parts
 }

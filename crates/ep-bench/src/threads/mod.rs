@@ -14,9 +14,16 @@ use crate::{BenchError, Result};
 /// # Errors
 /// The failure of the first rank that failed by itself; a rank that panics is one.
 pub fn run<S: Seat + Send>(seats: Vec<S>, case: &Case, options: Options) -> Result<Outcome> {
-    let expected = Expected::new(case)?;
-    let answers = expected.answers()?;
-    let (expected, answers) = (&expected, &answers);
+    run_against(seats, case, &Expected::new(case)?, options)
+}
+
+fn run_against<S: Seat + Send>(
+    seats: Vec<S>,
+    case: &Case,
+    expected: &Expected,
+    options: Options,
+) -> Result<Outcome> {
+    let answers = &expected.answers()?;
     let results: Vec<Result<Outcome>> = thread::scope(|scope| {
         let spawn = |seat: S| {
             let name = format!("rank {}", seat.rank());

@@ -14,6 +14,13 @@ enum Fault {
     None,
     WrongPayload,
     WrongSum,
+    /// Only rows of a reserved slot are combined wrongly.
+    WrongReserved,
+    /// As the wrong ones, but only from the fourth call on: after verification and warm-up.
+    LatePayload,
+    LateSum,
+    /// From the fourth call on, combine leaves what is there.
+    LateNothing,
     Panic,
     Error,
 }
@@ -95,44 +102,81 @@ impl Seat for FakeSeat {
     fn engine(&self, case: &Case, capacity: Capacity) -> Result<Box<dyn Engine>> {
         assert!(capacity.tokens > 0 && capacity.rows > 0);
         let fault = if self.fault.0 == self.rank { self.fault.1 } else { Fault::None };
-        let expected = Expected::new(case)?;
-        Ok(Box::new(FakeEngine { rank: self.rank, fault, expected, out: Vec::new(), held: 0 }))
+        let mut half = case.clone();
+        half.shape.tokens /= 2;
+        let sizes = [Expected::new(case)?, Expected::new(&half)?];
+        Ok(Box::new(FakeEngine {
+            rank: self.rank,
+            fault,
+            sizes,
+            size: 0,
+            out: Vec::new(),
+            held: 0,
+            reserved: false,
+            dispatches: 0,
+            combines: 0,
+        }))
     }
 }
 
 struct FakeEngine {
     rank: usize,
     fault: Fault,
-    expected: Expected,
+    /// With all tokens, and with half of them.
+    sizes: [Expected; 2],
+    /// Which of them the last dispatch was.
+    size: usize,
     out: Vec<u8>,
     held: usize,
+    reserved: bool,
+    dispatches: usize,
+    combines: usize,
 }
 
-impl Engine for FakeEngine {
-    fn dispatch(&mut self, _: &Input, _: bool) -> Result<()> {
-        assert_eq!(self.held, 0, "a result was not released");
-        match self.fault {
-            Fault::Panic => panic!("a fault on demand"),
-            Fault::Error => {
-                let detail = "a fault on demand".into();
-                Err(BenchError::Rank { rank: self.rank, op: "dispatch", blames: None, detail })
-            }
-            _ => self.reserve(),
-        }
+/// Calls that late faults leave alone.
+const EARLY: usize = 3;
+
+impl FakeEngine {
+    fn expected(&self) -> &Expected {
+        &self.sizes[self.size]
     }
 
-    fn reserve(&mut self) -> Result<()> {
+    fn take(&mut self) -> Result<()> {
         self.held = match self.held()? {
             Held::Rank(rows) => rows.len(),
             Held::Expert { rows, .. } => rows.len(),
         };
         Ok(())
     }
+}
+
+impl Engine for FakeEngine {
+    fn dispatch(&mut self, input: &Input, _: bool) -> Result<()> {
+        assert_eq!(self.held, 0, "a result was not released");
+        let same = |e: &Expected| e.traffic.tokens[self.rank] == input.routes.tokens;
+        self.size = self.sizes.iter().position(same).unwrap();
+        self.dispatches += 1;
+        self.reserved = false;
+        match self.fault {
+            Fault::Panic => panic!("a fault on demand"),
+            Fault::Error => {
+                let detail = "a fault on demand".into();
+                Err(BenchError::Rank { rank: self.rank, op: "dispatch", blames: None, detail })
+            }
+            _ => self.take(),
+        }
+    }
+
+    fn reserve(&mut self) -> Result<()> {
+        assert_eq!(self.held, 0, "a result was not released");
+        self.reserved = true;
+        self.take()
+    }
 
     fn held(&self) -> Result<Held<'_>> {
-        let answers = self.expected.answers()?;
+        let answers = self.expected().answers()?;
         let answer = answers.of(self.rank);
-        if self.expected.case.layout == Layout::ExpertMajor {
+        if self.expected().case.layout == Layout::ExpertMajor {
             let rows = &answer.rank_major;
             let source = |row: usize| (rows[row].source_rank, rows[row].source_token);
             return Ok(Held::Expert {
@@ -149,7 +193,12 @@ impl Engine for FakeEngine {
             });
         }
         let mut rows = answer.rank_major.clone();
-        if self.fault == Fault::WrongPayload && rows.len() > 1 {
+        let wrong = match self.fault {
+            Fault::WrongPayload => true,
+            Fault::LatePayload => self.dispatches > EARLY,
+            _ => false,
+        };
+        if wrong && rows.len() > 1 {
             rows[0].payload = rows[1].payload;
         }
         Ok(Held::Rank(rows))
@@ -164,18 +213,33 @@ impl Engine for FakeEngine {
     }
 
     fn fill(&mut self, rows: &[u8]) -> Result<()> {
-        assert_eq!(rows, outputs(&self.expected.case, self.rank, self.held));
+        assert_eq!(rows, outputs(&self.expected().case, self.rank, self.held));
         Ok(())
     }
 
     fn combine(&mut self, tokens: usize) -> Result<()> {
-        let answers = self.expected.answers()?;
-        self.out = answers.combined(self.rank).concat();
-        if self.fault == Fault::WrongSum {
-            self.out[0] ^= 1;
-        }
+        self.combines += 1;
+        let late = self.combines > EARLY;
+        let wrong = match self.fault {
+            Fault::WrongSum => true,
+            Fault::WrongReserved => self.reserved,
+            Fault::LateSum => late,
+            Fault::LateNothing if late => return self.release(),
+            _ => false,
+        };
+        let answers = self.expected().answers()?;
+        let mut out = answers.combined(self.rank).concat();
         assert_eq!(answers.combined(self.rank).len(), tokens);
+        if wrong {
+            out[0] ^= 1;
+        }
+        self.out = out;
         self.release()
+    }
+
+    fn scrub(&mut self) -> Result<()> {
+        self.out.fill(0xa5);
+        Ok(())
     }
 
     fn combined(&self) -> &[u8] {
@@ -265,6 +329,61 @@ fn a_wrong_sum_is_found() {
     let error = run(seats(3, (1, Fault::WrongSum)), &case, OPTIONS).unwrap_err();
     assert!(matches!(error, BenchError::Verification { rank: 1, .. }), "{error}");
     assert_eq!(error.exit_code(), 1);
+}
+
+#[test]
+fn a_wrong_sum_of_reserved_rows_is_found_before_timing() {
+    let case = case(Operation::Combine, Dtype::Bf16);
+    let error = run(seats(3, (1, Fault::WrongReserved)), &case, OPTIONS).unwrap_err();
+    assert!(matches!(error, BenchError::Verification { rank: 1, .. }), "{error}");
+    assert!(!error.to_string().contains("after the timed runs"), "{error}");
+}
+
+/// Half of the tokens of `case` can be verified.
+fn half(case: &Case) -> Expected {
+    // Three ranks' three tokens go to two experts each, on at most as many ranks.
+    let rows = if case.layout == Layout::ExpertMajor { 2 * 18 } else { 18 };
+    let expected = Expected::within(case, rows * case.shape.hidden).unwrap();
+    assert_eq!((expected.case.shape.tokens, expected.whole), (3, false));
+    expected
+}
+
+#[test]
+fn what_goes_wrong_in_later_runs_is_found() {
+    for (operation, fault) in [
+        (Operation::Dispatch, Fault::LatePayload),
+        (Operation::Roundtrip, Fault::LatePayload),
+        (Operation::Combine, Fault::LateSum),
+        (Operation::Roundtrip, Fault::LateSum),
+        (Operation::Combine, Fault::LateNothing),
+    ] {
+        let case = case(operation, Dtype::Bf16);
+        for expected in [Expected::new(&case).unwrap(), half(&case)] {
+            let error = run_against(seats(3, (2, fault)), &case, &expected, OPTIONS).unwrap_err();
+            assert!(matches!(error, BenchError::Verification { rank: 2, .. }), "{error}");
+            let text = error.to_string();
+            assert!(text.contains("after the timed runs"), "{text}");
+            assert_eq!(text.contains("those of the first run"), !expected.whole, "{text}");
+        }
+    }
+}
+
+#[test]
+fn a_partial_verification_is_flagged() {
+    for layout in [Layout::RankMajor, Layout::ExpertMajor] {
+        for operation in [Operation::Dispatch, Operation::Combine, Operation::Roundtrip] {
+            let mut case = case(operation, Dtype::Bf16);
+            case.layout = layout;
+            let expected = half(&case);
+            assert_eq!(expected.traffic.tokens, [6, 6, 6]);
+            let row = run_against(seats(3, (0, Fault::None)), &case, &expected, OPTIONS);
+            let row = row.unwrap().row;
+            assert!(row.verified && row.partial());
+            assert_eq!((row.tokens, &row.metrics["verified_tokens"]), (6, &3.into()));
+            let whole = run(seats(3, (0, Fault::None)), &case, OPTIONS).unwrap().row;
+            assert!(whole.verified && !whole.partial());
+        }
+    }
 }
 
 #[test]

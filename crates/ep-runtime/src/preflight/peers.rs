@@ -85,8 +85,8 @@ functions! {
     map: "cuMemMap" (Ptr, usize, usize, c_ulonglong, c_ulonglong);
     unmap: "cuMemUnmap" (Ptr, usize);
     set_access: "cuMemSetAccess" (Ptr, usize, *const Access, usize);
-    to_device: "cuMemcpyHtoD_v2" (Ptr, *const c_void, usize);
-    to_host: "cuMemcpyDtoH_v2" (*mut c_void, Ptr, usize);
+    to_device: "cuMemcpyHtoDAsync_v2" (Ptr, *const c_void, usize, *mut c_void);
+    to_host: "cuMemcpyDtoHAsync_v2" (*mut c_void, Ptr, usize, *mut c_void);
     between: "cuMemcpyDtoDAsync_v2" (Ptr, Ptr, usize, *mut c_void);
 }
 
@@ -141,21 +141,21 @@ impl Memory {
         let sent: Vec<u32> =
             (0..BYTES as u32 / 4).map(|i| seed.wrapping_add(i.wrapping_mul(0x85eb_ca6b))).collect();
         let zeros = vec![0u32; sent.len()];
+        let mut back = zeros.clone();
         let stream = from.stream(0).map_err(|e| e.to_string())?;
-        let copy = |to: Ptr, from: Ptr| -> Result<(), String> {
-            // SAFETY: both blocks are mapped with at least BYTES bytes, accessible to the device of the
-            // stream, and live until the wait below has ended or failed.
-            let code = unsafe { (self.between)(to, from, BYTES, stream.raw().cast()) };
-            check("cuMemcpyDtoDAsync", code)?;
-            stream.wait("peer copy", limit).map_err(|e| e.to_string())
-        };
-        self.upload(here, &sent)?;
-        copy(there, here)?;
-        self.upload(here, &zeros)?;
-        copy(here, there)?;
-        let mut back = zeros;
-        // SAFETY: `back` has BYTES bytes, and so has the block.
-        check("cuMemcpyDtoH", unsafe { (self.to_host)(back.as_mut_ptr().cast(), here, BYTES) })?;
+        let on: *mut c_void = stream.raw().cast();
+        // All on one stream: a synchronous copy from pageable memory may return before it has reached
+        // the device, and no other stream waits for it.
+        // SAFETY: both blocks are mapped with at least BYTES bytes, accessible to the device of the
+        // stream, the vectors have as many, and all live until the wait below has ended or failed.
+        unsafe {
+            check("cuMemcpyHtoDAsync", (self.to_device)(here, sent.as_ptr().cast(), BYTES, on))?;
+            check("cuMemcpyDtoDAsync", (self.between)(there, here, BYTES, on))?;
+            check("cuMemcpyHtoDAsync", (self.to_device)(here, zeros.as_ptr().cast(), BYTES, on))?;
+            check("cuMemcpyDtoDAsync", (self.between)(here, there, BYTES, on))?;
+            check("cuMemcpyDtoHAsync", (self.to_host)(back.as_mut_ptr().cast(), here, BYTES, on))?;
+        }
+        stream.wait("peer copy", limit).map_err(|e| e.to_string())?;
         let wrong = back.iter().zip(&sent).filter(|(a, b)| a != b).count();
         if wrong > 0 {
             return Err(format!("{wrong} of {} words came back different", sent.len()));
@@ -170,11 +170,6 @@ impl Memory {
             (self.device)(&mut id, device.properties().ordinal as c_int)
         })?;
         Ok(id)
-    }
-
-    fn upload(&self, at: Ptr, words: &[u32]) -> Result<(), String> {
-        // SAFETY: the block at `at` has BYTES bytes, as `words` does; the call is synchronous.
-        check("cuMemcpyHtoD", unsafe { (self.to_device)(at, words.as_ptr().cast(), BYTES) })
     }
 
     /// Memory of device `on`, mapped for `devices`.
