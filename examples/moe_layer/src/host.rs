@@ -212,8 +212,9 @@ impl<T: Float> HostMoe<T> {
         let chosen: Vec<_> =
             (0..rows.len()).map(|i| in_order(ids.get(i), rows.weights().get(i))).collect();
         let mut outputs = received.rows_mut(T::KIND)?;
+        let mut to = outputs.payload();
         for (i, chosen) in chosen.into_iter().enumerate() {
-            let row = outputs.payload().row_mut::<T>(i);
+            let row = to.row_mut::<T>(i);
             if let Some(sum) = self.weighted_sum(row, chosen) {
                 row.copy_from_slice(&sum);
             }
@@ -224,10 +225,11 @@ impl<T: Float> HostMoe<T> {
     fn expert_major(&self, received: &mut Dispatched) -> Result<(), EpError> {
         let handle = received.handle().clone();
         let mut outputs = received.rows_mut(T::KIND)?;
+        let mut to = outputs.payload();
         let groups = handle.offsets().iter().zip(handle.counts());
         for (expert, (&first, &count)) in self.experts.iter().zip(groups) {
             for i in first..first + count {
-                let row = outputs.payload().row_mut::<T>(i as usize);
+                let row = to.row_mut::<T>(i as usize);
                 row.copy_from_slice(&expert.apply(row));
             }
         }
@@ -242,7 +244,7 @@ fn left_fold(values: impl Iterator<Item = f32>) -> f32 {
 
 /// The numbers of the experts of a rank.
 pub(crate) fn experts_of(ep: &Ep, rank: usize) -> Range<usize> {
-    let first = (0..rank).map(|r| ep.local_experts(r)).sum();
+    let first = ep.placement().physical_base(rank);
     first..first + ep.local_experts(rank)
 }
 

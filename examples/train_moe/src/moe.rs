@@ -52,7 +52,7 @@ impl Moe {
             .payload(PayloadKind::F32)
             .expert_major(1);
         let ep = EpBuilder::new(shape).build(group)?;
-        let first: usize = (0..ep.rank()).map(|rank| ep.local_experts(rank)).sum();
+        let first = ep.placement().physical_base(ep.rank());
         let mut params = Vec::new();
         let new = |id: usize| {
             // An expert is the same whichever rank makes it.
@@ -93,13 +93,14 @@ impl Moe {
         let received = self.dispatch(x, route)?;
         // The outputs get a slot of their own, so that the received rows survive.
         let mut outputs = self.ep.combine_slot(received.handle(), &self.queue)?;
-        let mut to = outputs.rows_mut(PayloadKind::F32)?;
-        for (expert, rows) in self.experts.iter().zip(groups(received.handle())) {
-            for i in rows {
+        let mut rows = outputs.rows_mut(PayloadKind::F32)?;
+        let mut to = rows.payload();
+        for (expert, group) in self.experts.iter().zip(groups(received.handle())) {
+            for i in group {
                 let x = received.rows().payload().row::<f32>(i);
                 let inner = tanh(expert.up.forward(&self.params, x));
                 let y = expert.down.forward(&self.params, &inner);
-                to.payload().row_mut(i).copy_from_slice(&y);
+                to.row_mut(i).copy_from_slice(&y);
             }
         }
         let mut out = vec![0.0; x.len()];
@@ -129,7 +130,8 @@ impl Moe {
         for (expert, group) in self.experts.iter().zip(groups(handle)) {
             for i in group {
                 let (x, weight) = (received.payload().row(i), received.weights().get(i)[0]);
-                let row = rows.payload().row_mut::<f32>(i);
+                let mut payload = rows.payload();
+                let row = payload.row_mut::<f32>(i);
                 let (dx, dweight) = self.expert_backward(expert, x, weight, row, grads);
                 row.copy_from_slice(&dx);
                 rows.weights(i)[0] = dweight;

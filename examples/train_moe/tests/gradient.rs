@@ -22,18 +22,18 @@ fn compare(group: &Group, topk: usize) -> Result<Vec<(f32, f32)>, EpError> {
     let (shared, experts) = gradients(group, &model, &samples, &batch)?;
     let loss = |model: &Model| Ok(gradients(group, model, &samples, &batch)?.0.loss);
     let mut pairs = Vec::new();
-    for i in 0..model.shared.len() {
+    for (i, &gradient) in shared.params.iter().enumerate() {
         let slope = slope(&mut model, |m| &mut m.shared[i], STEP, &loss)?;
-        pairs.push((shared.params[i], slope));
+        pairs.push((gradient, slope));
     }
     for owner in 0..group.world() {
-        for i in 0..model.moe.params.len() {
+        for (i, gradient) in experts.iter().enumerate() {
             // All ranks compute the loss; the owner's parameter alone moves.
             let mine = owner == group.rank();
             let step = if mine { STEP } else { 0.0 };
             let slope = slope(&mut model, |m| &mut m.moe.params[i], step, &loss)?;
             if mine {
-                pairs.push((experts[i], slope));
+                pairs.push((*gradient, slope));
             }
         }
     }
