@@ -155,8 +155,8 @@ proptest! {
             for local in 0..counts.len() {
                 let p = placement.physical_base(dest) + local;
                 let before = |source: usize| lines[..source].iter().map(|l| l.0[p] as usize).sum();
-                for source in 0..ranks {
-                    prop_assert_eq!(all[source].expert_base(p), before(source));
+                for (source, known) in all.iter().enumerate() {
+                    prop_assert_eq!(known.expert_base(p), before(source));
                 }
                 let total: usize = before(ranks);
                 prop_assert_eq!(counts[local] as usize, total);
