@@ -107,7 +107,7 @@ fn processes_measure_and_leave_html_and_trace() {
 
 #[test]
 fn a_killed_rank_is_named_and_no_process_stays() {
-    let line = "dispatch --processes --timeout 5 --ranks 3 --tokens 64 --hidden 1024";
+    let line = "dispatch --processes --timeout 5 --ranks 3 --tokens 2048 --hidden 7168";
     let mut command = program(line);
     // Long enough to be caught running.
     command.args(["--budget", "30"]).stdout(Stdio::piped()).stderr(Stdio::piped());
@@ -115,7 +115,7 @@ fn a_killed_rank_is_named_and_no_process_stays() {
     let child = child.unwrap();
     let pid = child.id();
     let ranks = wait_for_ranks(pid, 3);
-    sleep(Duration::from_millis(300));
+    sleep(Duration::from_millis(100));
     kill_process(ranks[1], Signal::KILL).unwrap();
     let start = Instant::now();
     let out = child.wait_with_output().unwrap();
@@ -127,7 +127,7 @@ fn a_killed_rank_is_named_and_no_process_stays() {
 
 #[test]
 fn killing_the_program_ends_its_ranks() {
-    let line = "dispatch --processes --ranks 2 --tokens 64 --hidden 1024 --experts 12";
+    let line = "dispatch --processes --ranks 2 --tokens 2048 --hidden 7168 --experts 12";
     let mut command = program(line);
     command.args(["--budget", "30"]).stdout(Stdio::null()).stderr(Stdio::null());
     let mut child = command.spawn().unwrap();

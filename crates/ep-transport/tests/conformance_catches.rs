@@ -136,7 +136,9 @@ impl BrokenLink {
 
     /// Waits by looking, without the help of the transport.
     fn look(&self, op: &'static str, peers: &[usize], flag: u32, deadline: Deadline) -> Result<()> {
-        while !self.inner.ready(peers, flag) {
+        // `ready` tells of failures too, which one that is deaf does not hear.
+        let deaf = || self.how == Deaf && self.group.health().check_waiting(op, peers).is_err();
+        while !self.inner.ready(peers, flag) || deaf() {
             if deadline.expired() {
                 let (peers, after) = (peers.to_vec(), deadline.length());
                 return Err(TransportError::Timeout { op, peers, after, hint: String::new() });
