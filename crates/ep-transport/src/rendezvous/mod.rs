@@ -116,9 +116,18 @@ impl Group {
     /// was started twice or not at all, world sizes or job tokens differ, the address cannot be
     /// resolved or reached.
     pub fn from_env(rendezvous: &Rendezvous) -> Result<Group> {
-        join::from_env(rendezvous)
+        let joined = join::from_env(rendezvous);
+        if joined.is_err() && rendezvous.rank() == 0 {
+            // The hub is a thread of this process, which may end on the error before the others,
+            // some of them still connecting, have been told.
+            std::thread::sleep(TELLING);
+        }
+        joined
     }
 }
+
+/// How long rank 0 keeps a failed meeting to itself, so that all others hear of it.
+const TELLING: Duration = Duration::from_millis(200);
 
 /// `named` is what comes before the number in the error.
 fn check_size(named: &str, world: usize) -> Result<()> {
