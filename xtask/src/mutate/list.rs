@@ -98,7 +98,7 @@ pub const MUTATIONS: &[Mutation] = &[
         file: "crates/ep-runtime/src/notify.rs",
         find: "find(|&r| rows(r) > reserved)",
         replace: "find(|&r| rows(r) > reserved + 1)",
-        test: Test::Plain(&["--package", "ep-runtime", "--test", "errors", "too_many_rows"]),
+        test: Test::Plain(&["--package", "ep-runtime", "--test", "errors", "capacity_is_exact"]),
     },
     Mutation {
         name: "wrong-slot",
@@ -117,7 +117,7 @@ pub const MUTATIONS: &[Mutation] = &[
         name: "abandoned-flags-forgotten",
         file: "crates/ep-runtime/src/lane.rs",
         find: "self.wait(op, &self.ep.peers, Phase::Done, deadline)?;\n            self.flush",
-        replace: "guard",
+        replace: "let _ = op;\n            self.flush",
         test: Test::Plain(&["--package", "ep-runtime", "--test", "behaviour", "dropped_halves"]),
     },
     Mutation {
