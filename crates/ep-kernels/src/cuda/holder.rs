@@ -14,6 +14,7 @@ use super::stream::{Stream, poll};
 pub(crate) static HOLDER: KernelSource = KernelSource {
     name: "holder.cu",
     kernels: &["holder"],
+    shared: &[],
     text: include_str!("../../kernels/holder.cu"),
     layouts: &[
         layout!(SmSet {}),

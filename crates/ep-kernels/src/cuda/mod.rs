@@ -26,6 +26,7 @@ mod holder;
 mod launch;
 mod memory;
 mod module;
+pub mod moe;
 mod nvrtc;
 mod observe;
 mod probe;

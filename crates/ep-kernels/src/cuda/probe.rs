@@ -16,6 +16,7 @@ use super::stream::Stream;
 pub(crate) static SM_PROBE: KernelSource = KernelSource {
     name: "sm_probe.cu",
     kernels: &["sm_probe"],
+    shared: &[],
     text: include_str!("../../kernels/sm_probe.cu"),
     layouts: &[
         layout!(ProbeRecord {

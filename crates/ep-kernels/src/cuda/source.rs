@@ -9,6 +9,8 @@ pub struct KernelSource {
     pub name: &'static str,
     /// Names of its kernels.
     pub kernels: &'static [&'static str],
+    /// Text that several sources share, put before `text`, and the layouts it checks.
+    pub(crate) shared: &'static [(&'static str, &'static str, &'static [Layout])],
     pub(crate) text: &'static str,
     pub(crate) layouts: &'static [Layout],
 }
@@ -43,15 +45,18 @@ impl KernelSource {
         let mut text = String::with_capacity(PRELUDE.len() + self.text.len() + 1024);
         text.push_str("#line 1 \"prelude.cuh\"\n");
         text.push_str(PRELUDE);
-        // Writing to a String cannot fail.
-        for Layout { name, size, fields } in self.layouts {
-            let _ = writeln!(text, "#define EP_SIZE_{name} {size}");
-            for (field, at) in *fields {
-                let _ = writeln!(text, "#define EP_AT_{name}_{field} {at}");
+        let own = (self.name, self.text, self.layouts);
+        for &(name, part, layouts) in self.shared.iter().chain([&own]) {
+            // Writing to a String cannot fail.
+            for Layout { name, size, fields } in layouts {
+                let _ = writeln!(text, "#define EP_SIZE_{name} {size}");
+                for (field, at) in *fields {
+                    let _ = writeln!(text, "#define EP_AT_{name}_{field} {at}");
+                }
             }
+            let _ = writeln!(text, "#line 1 \"{name}\"");
+            text.push_str(part);
         }
-        let _ = writeln!(text, "#line 1 \"{}\"", self.name);
-        text.push_str(self.text);
         text
     }
 
@@ -71,12 +76,13 @@ mod tests {
         for source in KernelSource::all() {
             let text = source.assemble();
             assert!(!text.contains("#include"), "{} includes a header", source.name);
-            for layout in source.layouts {
+            let shared = source.shared.iter().flat_map(|(_, _, layouts)| layouts.iter());
+            for layout in source.layouts.iter().chain(shared) {
                 let check = format!("EP_CHECK_SIZE({});", layout.name);
-                assert!(source.text.contains(&check), "{} lacks {check}", source.name);
+                assert!(text.contains(&check), "{} lacks {check}", source.name);
                 for (field, at) in layout.fields {
                     let check = format!("EP_CHECK_FIELD({}, {field});", layout.name);
-                    assert!(source.text.contains(&check), "{} lacks {check}", source.name);
+                    assert!(text.contains(&check), "{} lacks {check}", source.name);
                     assert!(
                         text.contains(&format!("#define EP_AT_{}_{field} {at}\n", layout.name))
                     );

@@ -1,0 +1,220 @@
+// What the kernels of dispatch and combine share: the structs of src/cuda/moe/params.rs, and what
+// every kernel that moves rows asks before it touches one.
+
+// An announcement's fixed part, as the runtime's protocol defines it. The counts of an uncached
+// dispatch follow it: one u32 per physical expert, then one per rank.
+struct MoeHeader {
+    u32 op, slot;
+    u64 sequence, layout, payload, received, handle, options;
+    u32 status, bad_token;
+    long long bad_id;
+};
+
+struct MoeShape {
+    u64 windows, rank_of, base, replica_offsets, replicas, poisoned;
+    u64 message, slots_at, slot_bytes, expert_region;
+    u32 rank, world, topk, fan_out, physical, experts, local_experts, slots;
+    u32 max_rows, max_expert_rows;
+};
+
+struct MoeRouting {
+    u64 header, physical, expert_index, order, weights, dest_rank, dest_index;
+    u64 rank_counts, expert_counts, sent_base, expert_base, expert_offsets, counts, offsets;
+    u64 received, positions, choices, row_weights;
+    u32 tokens, reserved;
+};
+
+struct MoeHandleHeader {
+    u64 id, layout;
+    u32 status, rows, expert_rows, tokens;
+};
+
+struct MoeLane {
+    u64 sequence, bad_choice;
+};
+
+struct MoeReport {
+    u64 ticket, sequence, needed;
+    u32 verdict, rank, what, reserved;
+};
+
+struct MoeRowFormat {
+    u32 payload_bytes, scales_at, scale_bytes, ids_at, weights_at, source_at, stride, reserved;
+};
+
+struct MoeExpertFormat {
+    u32 payload_bytes, scales_at, scale_bytes, weight_at, row_at, stride;
+};
+
+struct MoeOutFormat {
+    u32 payload_bytes, weights_at, weights, stride;
+};
+
+struct MoeOp {
+    u64 lane, mailboxes, report, ticket, progress;
+};
+
+EP_CHECK_SIZE(MoeHeader);
+EP_CHECK_FIELD(MoeHeader, op);
+EP_CHECK_FIELD(MoeHeader, slot);
+EP_CHECK_FIELD(MoeHeader, sequence);
+EP_CHECK_FIELD(MoeHeader, layout);
+EP_CHECK_FIELD(MoeHeader, payload);
+EP_CHECK_FIELD(MoeHeader, received);
+EP_CHECK_FIELD(MoeHeader, handle);
+EP_CHECK_FIELD(MoeHeader, options);
+EP_CHECK_FIELD(MoeHeader, status);
+EP_CHECK_FIELD(MoeHeader, bad_token);
+EP_CHECK_FIELD(MoeHeader, bad_id);
+EP_CHECK_SIZE(MoeShape);
+EP_CHECK_FIELD(MoeShape, windows);
+EP_CHECK_FIELD(MoeShape, rank_of);
+EP_CHECK_FIELD(MoeShape, base);
+EP_CHECK_FIELD(MoeShape, replica_offsets);
+EP_CHECK_FIELD(MoeShape, replicas);
+EP_CHECK_FIELD(MoeShape, poisoned);
+EP_CHECK_FIELD(MoeShape, message);
+EP_CHECK_FIELD(MoeShape, slots_at);
+EP_CHECK_FIELD(MoeShape, slot_bytes);
+EP_CHECK_FIELD(MoeShape, expert_region);
+EP_CHECK_FIELD(MoeShape, rank);
+EP_CHECK_FIELD(MoeShape, world);
+EP_CHECK_FIELD(MoeShape, topk);
+EP_CHECK_FIELD(MoeShape, fan_out);
+EP_CHECK_FIELD(MoeShape, physical);
+EP_CHECK_FIELD(MoeShape, experts);
+EP_CHECK_FIELD(MoeShape, local_experts);
+EP_CHECK_FIELD(MoeShape, slots);
+EP_CHECK_FIELD(MoeShape, max_rows);
+EP_CHECK_FIELD(MoeShape, max_expert_rows);
+EP_CHECK_SIZE(MoeRouting);
+EP_CHECK_FIELD(MoeRouting, header);
+EP_CHECK_FIELD(MoeRouting, physical);
+EP_CHECK_FIELD(MoeRouting, expert_index);
+EP_CHECK_FIELD(MoeRouting, order);
+EP_CHECK_FIELD(MoeRouting, weights);
+EP_CHECK_FIELD(MoeRouting, dest_rank);
+EP_CHECK_FIELD(MoeRouting, dest_index);
+EP_CHECK_FIELD(MoeRouting, rank_counts);
+EP_CHECK_FIELD(MoeRouting, expert_counts);
+EP_CHECK_FIELD(MoeRouting, sent_base);
+EP_CHECK_FIELD(MoeRouting, expert_base);
+EP_CHECK_FIELD(MoeRouting, expert_offsets);
+EP_CHECK_FIELD(MoeRouting, counts);
+EP_CHECK_FIELD(MoeRouting, offsets);
+EP_CHECK_FIELD(MoeRouting, received);
+EP_CHECK_FIELD(MoeRouting, positions);
+EP_CHECK_FIELD(MoeRouting, choices);
+EP_CHECK_FIELD(MoeRouting, row_weights);
+EP_CHECK_FIELD(MoeRouting, tokens);
+EP_CHECK_FIELD(MoeRouting, reserved);
+EP_CHECK_SIZE(MoeHandleHeader);
+EP_CHECK_FIELD(MoeHandleHeader, id);
+EP_CHECK_FIELD(MoeHandleHeader, layout);
+EP_CHECK_FIELD(MoeHandleHeader, status);
+EP_CHECK_FIELD(MoeHandleHeader, rows);
+EP_CHECK_FIELD(MoeHandleHeader, expert_rows);
+EP_CHECK_FIELD(MoeHandleHeader, tokens);
+EP_CHECK_SIZE(MoeLane);
+EP_CHECK_FIELD(MoeLane, sequence);
+EP_CHECK_FIELD(MoeLane, bad_choice);
+EP_CHECK_SIZE(MoeReport);
+EP_CHECK_FIELD(MoeReport, ticket);
+EP_CHECK_FIELD(MoeReport, sequence);
+EP_CHECK_FIELD(MoeReport, needed);
+EP_CHECK_FIELD(MoeReport, verdict);
+EP_CHECK_FIELD(MoeReport, rank);
+EP_CHECK_FIELD(MoeReport, what);
+EP_CHECK_FIELD(MoeReport, reserved);
+EP_CHECK_SIZE(MoeRowFormat);
+EP_CHECK_FIELD(MoeRowFormat, payload_bytes);
+EP_CHECK_FIELD(MoeRowFormat, scales_at);
+EP_CHECK_FIELD(MoeRowFormat, scale_bytes);
+EP_CHECK_FIELD(MoeRowFormat, ids_at);
+EP_CHECK_FIELD(MoeRowFormat, weights_at);
+EP_CHECK_FIELD(MoeRowFormat, source_at);
+EP_CHECK_FIELD(MoeRowFormat, stride);
+EP_CHECK_FIELD(MoeRowFormat, reserved);
+EP_CHECK_SIZE(MoeExpertFormat);
+EP_CHECK_FIELD(MoeExpertFormat, payload_bytes);
+EP_CHECK_FIELD(MoeExpertFormat, scales_at);
+EP_CHECK_FIELD(MoeExpertFormat, scale_bytes);
+EP_CHECK_FIELD(MoeExpertFormat, weight_at);
+EP_CHECK_FIELD(MoeExpertFormat, row_at);
+EP_CHECK_FIELD(MoeExpertFormat, stride);
+EP_CHECK_SIZE(MoeOutFormat);
+EP_CHECK_FIELD(MoeOutFormat, payload_bytes);
+EP_CHECK_FIELD(MoeOutFormat, weights_at);
+EP_CHECK_FIELD(MoeOutFormat, weights);
+EP_CHECK_FIELD(MoeOutFormat, stride);
+EP_CHECK_SIZE(MoeOp);
+EP_CHECK_FIELD(MoeOp, lane);
+EP_CHECK_FIELD(MoeOp, mailboxes);
+EP_CHECK_FIELD(MoeOp, report);
+EP_CHECK_FIELD(MoeOp, ticket);
+EP_CHECK_FIELD(MoeOp, progress);
+
+#define MOE_OK 0
+#define MOE_DISAGREE 1
+#define MOE_CAPACITY 2
+#define MOE_POISONED 3
+
+// Whether the waits of this group were released because it failed. The word is in host memory and
+// only ever goes from 0 to 1. Read once per block; volatile, since the host writes it.
+__device__ inline bool moe_poisoned(const MoeShape &shape) {
+    return *(const volatile u32 *)shape.poisoned != 0;
+}
+
+__device__ inline const MoeHeader *moe_mailbox(const MoeShape &shape, const MoeOp &op, u32 source) {
+    return (const MoeHeader *)(op.mailboxes + (u64)source * shape.message);
+}
+
+// The address of the rank-major rows of the slot that `rank` announced for this operation.
+__device__ inline u64 moe_rank_rows(const MoeShape &shape, const MoeOp &op, u32 rank) {
+    u64 window = ((const u64 *)shape.windows)[rank];
+    return window + shape.slots_at + (u64)moe_mailbox(shape, op, rank)->slot * shape.slot_bytes;
+}
+
+__device__ inline u64 moe_expert_rows(const MoeShape &shape, const MoeOp &op, u32 rank) {
+    return moe_rank_rows(shape, op, rank) + shape.expert_region;
+}
+
+// Whether the announcements of all ranks agree: the same answer on every rank, since all hold the
+// same announcements. All threads of the block call it and get the same answer. The announcements
+// were published before their flags, for which the stream waited before this kernel; they stay
+// until this rank raises Done, which follows this kernel.
+__device__ inline bool moe_agreed(const MoeShape &shape, const MoeOp &op) {
+    const MoeHeader first = *moe_mailbox(shape, op, 0);
+    bool bad = false;
+    for (u32 source = threadIdx.x; source < shape.world; source += blockDim.x) {
+        const MoeHeader one = *moe_mailbox(shape, op, source);
+        bad |= one.op != first.op || one.sequence != first.sequence || one.layout != first.layout ||
+               one.payload != first.payload || one.received != first.received ||
+               one.handle != first.handle || one.options != first.options || one.status != 0 ||
+               one.slot >= shape.slots;
+    }
+    return !__syncthreads_or(bad);
+}
+
+// Tells the host of the verdict. One block calls it, all its threads. On a bad verdict the host gets
+// the announcements, behind the report, from which it derives the error.
+__device__ inline void moe_report(const MoeShape &shape, const MoeOp &op, MoeReport report) {
+    MoeReport *to = (MoeReport *)op.report;
+    if (report.verdict == MOE_DISAGREE) {
+        MoeHeader *headers = (MoeHeader *)(to + 1);
+        for (u32 source = threadIdx.x; source < shape.world; source += blockDim.x)
+            headers[source] = *moe_mailbox(shape, op, source);
+        __threadfence_system();
+        __syncthreads();
+    }
+    if (threadIdx.x == 0) {
+        to->sequence = moe_mailbox(shape, op, shape.rank)->sequence;
+        to->needed = report.needed;
+        to->verdict = report.verdict;
+        to->rank = report.rank;
+        to->what = report.what;
+        // Release: whoever sees the ticket sees what was written above, by this thread and, through
+        // the barrier and the fences before it, by the others.
+        asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(&to->ticket), "l"(op.ticket) : "memory");
+    }
+}
