@@ -153,8 +153,11 @@ impl Device {
         self.inner.driver.check(operation, code)
     }
 
-    /// Makes the context current until the guard drops.
-    pub(crate) fn make_current(&self) -> Result<Current, CudaError> {
+    /// Makes the context current on this thread until the guard drops, then the one before it.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn make_current(&self) -> Result<Current, CudaError> {
         Current::push(self.driver(), self.inner.context.cu_ctx())
     }
 
@@ -174,7 +177,8 @@ impl fmt::Debug for Device {
 }
 
 /// A context made current on this thread; the one before it returns when this drops.
-pub(crate) struct Current {
+#[derive(Debug)]
+pub struct Current {
     driver: &'static Driver,
 }
 

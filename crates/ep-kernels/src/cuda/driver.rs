@@ -7,7 +7,7 @@
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::sync::OnceLock;
 
-use cudarc::driver::sys::{CUcontext, CUdevice, CUfunction, CUstream};
+use cudarc::driver::sys::{CUcontext, CUdevice, CUevent, CUfunction, CUstream};
 use libloading::os::unix::Library;
 
 use super::error::{CudaError, Version};
@@ -106,6 +106,20 @@ driver_functions! {
         stream_create: "cuStreamCreateWithPriority" (*mut CUstream, c_uint, c_int);
         stream_destroy: "cuStreamDestroy_v2" (CUstream);
         stream_query: "cuStreamQuery" (CUstream);
+        stream_wait_event: "cuStreamWaitEvent" (CUstream, CUevent, c_uint);
+        stream_context: "cuStreamGetCtx" (CUstream, *mut CUcontext);
+        stream_capturing: "cuStreamIsCapturing" (CUstream, *mut c_int);
+        capture_mode: "cuThreadExchangeStreamCaptureMode" (*mut c_int);
+        event_create: "cuEventCreate" (*mut CUevent, c_uint);
+        event_destroy: "cuEventDestroy_v2" (CUevent);
+        event_record: "cuEventRecord" (CUevent, CUstream);
+        event_query: "cuEventQuery" (CUevent);
+        event_elapsed: "cuEventElapsedTime" (*mut f32, CUevent, CUevent);
+        mem_alloc: "cuMemAlloc_v2" (*mut u64, usize);
+        mem_free: "cuMemFree_v2" (u64);
+        mem_set: "cuMemsetD8Async" (u64, u8, usize, CUstream);
+        mem_copy: "cuMemcpyAsync" (u64, u64, usize, CUstream);
+        pointer_attribute: "cuPointerGetAttribute" (*mut c_void, c_int, u64);
         library_load: "cuLibraryLoadData" (
             *mut CuLibrary, *const c_void,
             *mut c_uint, *mut *mut c_void, c_uint,
@@ -134,6 +148,7 @@ driver_functions! {
         green_resource: "cuGreenCtxGetDevResource" (CuGreenCtx, *mut RawSmResource, c_uint);
         green_context: "cuCtxFromGreenCtx" (*mut CUcontext, CuGreenCtx);
         green_stream: "cuGreenCtxStreamCreate" (*mut CUstream, CuGreenCtx, c_uint, c_int);
+        stream_contexts: "cuStreamGetCtx_v2" (CUstream, *mut CUcontext, *mut CuGreenCtx);
     }
 }
 
@@ -287,6 +302,9 @@ fn remedy(code: CuResult) -> Option<&'static str> {
         101 => "the ordinal exceeds the visible GPUs: check CUDA_VISIBLE_DEVICES",
         802 => "the NVLink fabric is not ready: check that nvidia-fabricmanager runs",
         803 => "libcuda and kernel module differ in version: reboot after a driver update",
+        900..=908 => {
+            "a stream is being captured: build layers, and run exact dispatches once, before capture"
+        }
         804 => "remove the `cuda-compat` libraries from the library path",
         _ => return None,
     })

@@ -19,8 +19,10 @@
 mod cache;
 mod compile;
 mod device;
+mod device_memory;
 mod driver;
 mod error;
+mod event;
 mod green;
 mod holder;
 mod launch;
@@ -36,9 +38,11 @@ mod stream;
 
 pub use cache::{CACHE_VARIABLE, CacheKey, KernelCache};
 pub use compile::{Arch, CacheChoice, Compiler, CompilerOptions, Cubin};
-pub use device::{Device, DeviceProperties};
+pub use device::{Current, Device, DeviceProperties};
+pub use device_memory::{DeviceMemory, PointerPlace};
 pub use driver::Driver;
 pub use error::{CudaError, Version};
+pub use event::{CaptureRelaxed, Event, EventPool};
 pub use green::{GreenContext, SmResource, SplitFlags};
 pub use holder::{HoldReport, HoldSpec, Holder, SmSet};
 pub use launch::{ClusterScheduling, LaunchAttributes, LaunchConfig, LaunchFlags, MemSyncDomain};
