@@ -30,7 +30,7 @@ struct MoeHandleHeader {
 };
 
 struct MoeLane {
-    u64 sequence, bad_choice;
+    u64 sequence, bad_choice, refused;
 };
 
 struct MoeReport {
@@ -51,7 +51,7 @@ struct MoeOutFormat {
 };
 
 struct MoeOp {
-    u64 lane, mailboxes, report, ticket, progress;
+    u64 lane, mailboxes, report, ticket, progress, lane_index;
 };
 
 EP_CHECK_SIZE(MoeHeader);
@@ -118,6 +118,7 @@ EP_CHECK_FIELD(MoeHandleHeader, tokens);
 EP_CHECK_SIZE(MoeLane);
 EP_CHECK_FIELD(MoeLane, sequence);
 EP_CHECK_FIELD(MoeLane, bad_choice);
+EP_CHECK_FIELD(MoeLane, refused);
 EP_CHECK_SIZE(MoeReport);
 EP_CHECK_FIELD(MoeReport, ticket);
 EP_CHECK_FIELD(MoeReport, sequence);
@@ -153,6 +154,7 @@ EP_CHECK_FIELD(MoeOp, mailboxes);
 EP_CHECK_FIELD(MoeOp, report);
 EP_CHECK_FIELD(MoeOp, ticket);
 EP_CHECK_FIELD(MoeOp, progress);
+EP_CHECK_FIELD(MoeOp, lane_index);
 
 #define MOE_OK 0
 #define MOE_DISAGREE 1
@@ -217,4 +219,14 @@ __device__ inline void moe_report(const MoeShape &shape, const MoeOp &op, MoeRep
         // the barrier and the fences before it, by the others.
         asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(&to->ticket), "l"(op.ticket) : "memory");
     }
+}
+
+// The verdict of an operation that nothing but announcements decides: block 0 tells the host and the
+// kernels that follow.
+__device__ inline void moe_verdict(const MoeShape &shape, const MoeOp &op, bool poisoned, bool agreed) {
+    if (blockIdx.x != 0) return;
+    MoeReport report = {};
+    report.verdict = poisoned ? MOE_POISONED : agreed ? MOE_OK : MOE_DISAGREE;
+    if (threadIdx.x == 0) ((MoeLane *)op.lane)->refused = report.verdict != MOE_OK;
+    moe_report(shape, op, report);
 }

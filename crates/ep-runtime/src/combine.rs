@@ -4,9 +4,10 @@
 //! are, while owners that are not mapped send their block; then every rank says that it has read.
 //! Only then may an owner's slot be used again. The steps are in [`crate::fold`].
 
-use ep_kernels::PayloadKind;
+use ep_kernels::{DType, PayloadKind};
 use ep_transport::Queue;
 
+use crate::dispatch::host_queue;
 use crate::ep::Inner;
 use crate::fold::{Parts, reduce_experts};
 use crate::handle::HandleInner;
@@ -18,8 +19,8 @@ use crate::{EpError, Event, Layout, Result, Rows, RowsMut};
 
 pub(crate) const OP: &str = "combine";
 
-const REDUCED: u64 = 1;
-const WEIGHTED: u64 = 2;
+pub(crate) const REDUCED: u64 = 1;
+pub(crate) const WEIGHTED: u64 = 2;
 
 /// How expert-major rows are combined.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -50,7 +51,8 @@ pub struct CombineOpts {
 pub struct Combined<'a> {
     pub(crate) rows: RowsMut<'a>,
     pub(crate) biases: &'a [Rows<'a>],
-    pub(crate) weights: Option<&'a mut [f32]>,
+    /// Dense f32, `T * K` of them.
+    pub(crate) weights: Option<RowsMut<'a>>,
 }
 
 impl<'a> Combined<'a> {
@@ -71,6 +73,13 @@ impl<'a> Combined<'a> {
     ///
     /// [`Outputs::weights`]: crate::Outputs::weights
     pub fn weights(mut self, weights: &'a mut [f32]) -> Self {
+        // One value per row fits any number of them.
+        self.weights = RowsMut::new(weights, 1).ok();
+        self
+    }
+
+    /// [`Combined::weights`] for weights that may be on a GPU: `[T, K]` of f32, dense.
+    pub fn weight_rows(mut self, weights: RowsMut<'a>) -> Self {
         self.weights = Some(weights);
         self
     }
@@ -87,7 +96,15 @@ impl<'a> From<RowsMut<'a>> for Combined<'a> {
 /// Dropping it gives this rank's sums up, but waits, bounded, until the peers have got theirs.
 #[derive(Debug)]
 pub struct CombineSend {
-    parts: Option<Parts>,
+    parts: Option<Started>,
+}
+
+/// A combine between its halves, wherever rows are.
+#[derive(Debug)]
+enum Started {
+    Host(Parts),
+    #[cfg(feature = "cuda")]
+    Gpu(crate::gpu::Folding),
 }
 impl Dispatched {
     /// Sends the rows of this result home and sums what comes back for this rank's tokens into
@@ -130,11 +147,32 @@ impl Dispatched {
         queue: &Queue,
         opts: &CombineOpts,
     ) -> Result<CombineSend, CombineError> {
-        let _ = queue;
-        match self.prepare(opts) {
-            Ok(prepared) => Ok(CombineSend { parts: Some(self.announce(prepared)?) }),
+        #[cfg(feature = "cuda")]
+        if self.ep.gpu.is_some() {
+            let folding = self.post_on_gpu(queue, opts)?;
+            return Ok(CombineSend { parts: Some(Started::Gpu(folding)) });
+        }
+        let prepared = host_queue(OP, queue).and_then(|()| self.prepare(opts));
+        match prepared {
+            Ok(prepared) => {
+                Ok(CombineSend { parts: Some(Started::Host(self.announce(prepared)?)) })
+            }
             Err(error) => Err(CombineError { error, result: Some(Box::new(self)) }),
         }
+    }
+
+    #[cfg(feature = "cuda")]
+    fn post_on_gpu(
+        self,
+        queue: &Queue,
+        opts: &CombineOpts,
+    ) -> Result<crate::gpu::Folding, CombineError> {
+        let kind = match self.outgoing() {
+            Ok(kind) => kind,
+            Err(error) => return Err(CombineError { error, result: Some(Box::new(self)) }),
+        };
+        crate::gpu::Folding::post(self, queue, opts, kind)
+            .map_err(|(error, result)| CombineError { error, result })
     }
 
     /// The payload type that combine sends: what `rows_mut` was asked for, else what was received.
@@ -156,9 +194,7 @@ impl Dispatched {
         let routing = &self.handle.routing;
         let expert_major = matches!(routing.layout, Layout::ExpertMajor { .. });
         if opts.weighted && !expert_major {
-            let detail = "rank-major rows are sums over a rank's experts already; weigh them where \
-                          they are summed";
-            return Err(EpError::argument(OP, detail));
+            return Err(weighted_rank_major());
         }
         let reduced = expert_major && opts.precision == Precision::Reduced;
         let ep = self.ep.clone();
@@ -191,6 +227,12 @@ impl Dispatched {
         let Self { slot, handle, .. } = self;
         Ok(Parts { lane, slot, handle, kind, format, per_rank, weighted })
     }
+}
+
+pub(crate) fn weighted_rank_major() -> EpError {
+    let detail = "rank-major rows are sums over a rank's experts already; weigh them where they are \
+                  summed";
+    EpError::argument(OP, detail)
 }
 
 /// A combine that may be announced.
@@ -244,7 +286,11 @@ impl CombineSend {
     /// Whether all peers' rows are ready, so that [`CombineSend::recv`] waits only for peers to
     /// have read this rank's.
     pub fn ready(&self) -> bool {
-        self.parts.as_ref().is_some_and(|p| p.lane.ready(Phase::Posted))
+        self.parts.as_ref().is_some_and(|started| match started {
+            Started::Host(parts) => parts.lane.ready(Phase::Posted),
+            #[cfg(feature = "cuda")]
+            Started::Gpu(folding) => folding.lane().ready(Phase::Posted),
+        })
     }
 
     /// The second half of a combine: reads and sums, and waits, bounded, until all peers have read.
@@ -252,11 +298,22 @@ impl CombineSend {
     /// # Errors
     /// As [`Dispatched::combine`].
     pub fn recv<'a>(mut self, queue: &Queue, out: impl Into<Combined<'a>>) -> Result<Event> {
-        let _ = queue;
         let mut out = out.into();
-        let parts = self.parts.as_ref().expect("taken once");
-        check_out(&parts.lane.ep, &parts.handle.routing, parts.kind, &out)?;
-        let parts = self.parts.take().expect("just seen");
+        match self.parts.as_ref().expect("taken once") {
+            Started::Host(parts) => {
+                host_queue(OP, queue)?;
+                check_out(&parts.lane.ep, &parts.handle.routing, parts.kind, &out)?;
+            }
+            #[cfg(feature = "cuda")]
+            Started::Gpu(folding) => {
+                check_out(folding.ep(), &folding.handle.routing, folding.kind, &out)?;
+            }
+        }
+        let parts = match self.parts.take().expect("just seen") {
+            Started::Host(parts) => parts,
+            #[cfg(feature = "cuda")]
+            Started::Gpu(folding) => return folding.recv(queue, &mut out),
+        };
         let _span = tracing::trace_span!("combine_recv", lane = parts.lane.index).entered();
         parts.collect()?;
         parts.push()?;
@@ -269,7 +326,8 @@ impl CombineSend {
 
 impl Drop for CombineSend {
     fn drop(&mut self) {
-        let Some(parts) = self.parts.take() else { return };
+        // On a GPU the operation ends itself.
+        let Some(Started::Host(parts)) = self.parts.take() else { return };
         if std::thread::panicking() {
             return parts.lane.ep.group.abort("a combine was dropped in a panic");
         }
@@ -290,11 +348,15 @@ pub fn combine_all(
     calls: Vec<(Dispatched, Combined<'_>)>,
     opts: &CombineOpts,
 ) -> Result<Vec<Event>> {
-    let _ = queue;
     // All that can fail comes before any rank announces.
     for (result, out) in &calls {
         result.check_combine(out)?;
     }
+    #[cfg(feature = "cuda")]
+    if calls.iter().any(|(result, _)| result.ep.gpu.is_some()) {
+        return all_on_gpu(&[queue], calls, opts);
+    }
+    host_queue(OP, queue)?;
     let prepared = calls.iter().map(|(result, _)| result.prepare(opts));
     let prepared = prepared.collect::<Result<Vec<_>>>()?;
     let mut started: Vec<(Parts, Combined<'_>)> = Vec::with_capacity(calls.len());
@@ -325,6 +387,25 @@ pub fn combine_all(
     started.into_iter().map(|(parts, _)| parts.settle().map(|()| Event::done())).collect()
 }
 
+#[cfg(feature = "cuda")]
+fn all_on_gpu(
+    queues: &[&Queue],
+    calls: Vec<(Dispatched, Combined<'_>)>,
+    opts: &CombineOpts,
+) -> Result<Vec<Event>> {
+    let mut started = Vec::with_capacity(calls.len());
+    for (i, (result, out)) in calls.into_iter().enumerate() {
+        let ep = result.ep.clone();
+        match result.post_on_gpu(queues[i % queues.len()], opts) {
+            Ok(folding) => started.push((folding, out)),
+            Err(error) if started.is_empty() => return Err(error.into()),
+            // Ranks that have announced the operation cannot take it back.
+            Err(error) => return Err(ep.give_up(OP, error.into())),
+        }
+    }
+    crate::gpu::combine_all(started, queues)
+}
+
 fn check_out(
     ep: &Inner,
     handle: &HandleInner,
@@ -349,10 +430,15 @@ fn check_out(
         rows("a bias", bias.len(), bias.row_bytes(), bias.dtype())?;
     }
     match &out.weights {
-        Some(weights) if weights.len() != tokens * ep.shape.topk => {
+        Some(weights) => {
             let need = tokens * ep.shape.topk;
-            let detail =
-                format!("{} weights come home; room for {} was given", need, weights.len());
+            let bytes = weights.len() * weights.row_bytes();
+            let dense = weights.stride() == weights.row_bytes() || weights.len() < 2;
+            if bytes == need * 4 && dense && weights.dtype() == DType::F32 {
+                return Ok(());
+            }
+            let room = bytes / 4;
+            let detail = format!("{need} weights come home; room for {room} was given");
             Err(EpError::argument(OP, detail))
         }
         _ => Ok(()),

@@ -2,24 +2,23 @@
 
 use ep_transport::{Deadline, Group, Transport};
 
-use crate::shape::Resolved;
 use crate::{EpError, MoeShape, Result};
 
 /// What has to be equal on all ranks, as text.
 pub(crate) struct Config(Vec<(&'static str, String)>);
 
 impl Config {
-    /// `resolved` is what this rank could make of it.
+    /// `problem` is what keeps this rank from it.
     pub fn new(
         shape: &MoeShape,
         (slots, lanes): (usize, usize),
         transport: Option<&dyn Transport>,
-        resolved: &Result<Resolved>,
+        (on_gpu, problem): (bool, Option<&EpError>),
     ) -> Self {
         let optional = |n: Option<usize>| n.map_or("default".into(), |n| n.to_string());
         let payloads: Vec<String> = shape.payloads.iter().map(|p| p.to_string()).collect();
         let placement = shape.placement.as_ref();
-        let problem = resolved.as_ref().err().map_or("none".into(), |e| e.to_string());
+        let problem = problem.map_or("none".into(), |e| e.to_string());
         Self(vec![
             ("version", env!("CARGO_PKG_VERSION").into()),
             ("hidden", shape.hidden.to_string()),
@@ -34,6 +33,7 @@ impl Config {
             ("max_rows", optional(shape.max_rows)),
             ("expert_major", optional(shape.expert_alignment)),
             ("max_expert_rows", optional(shape.max_expert_rows)),
+            ("place", if on_gpu { "gpu" } else { "host" }.into()),
             ("slots", slots.to_string()),
             ("lanes", lanes.to_string()),
             ("transport", transport.map_or("default", |t| t.name()).into()),

@@ -22,8 +22,8 @@ use crate::{Ep, EpError, Handle, Layout, Result};
 const OP: &str = "dispatch";
 
 /// Options that all ranks of a dispatch share, as they travel.
-const CAPACITY: u64 = 1;
-const PHYSICAL_IDS: u64 = 2;
+pub(crate) const CAPACITY: u64 = 1;
+pub(crate) const PHYSICAL_IDS: u64 = 2;
 
 /// The routing of a dispatch in progress.
 #[derive(Debug)]
@@ -92,7 +92,15 @@ pub(crate) struct Posted {
 /// Dropping it gives the received rows up; the lane's next operation waits for them.
 #[derive(Debug)]
 pub struct DispatchSend {
-    parts: Option<Posted>,
+    parts: Option<Sent>,
+}
+
+/// A dispatch between its halves, wherever rows are.
+#[derive(Debug)]
+enum Sent {
+    Host(Posted),
+    #[cfg(feature = "cuda")]
+    Gpu(crate::gpu::Sending),
 }
 
 impl Ep {
@@ -127,9 +135,14 @@ impl Ep {
         route: Route<'_>,
         opts: &DispatchOpts,
     ) -> Result<DispatchSend> {
-        let _ = queue;
         let tokens = payload.rows.len();
         let _span = tracing::trace_span!("dispatch_send", lane = opts.lane, tokens).entered();
+        #[cfg(feature = "cuda")]
+        if self.inner.gpu.is_some() {
+            let sent = crate::gpu::Sending::new(&self.inner, queue, &payload, &route, opts)?;
+            return Ok(DispatchSend { parts: Some(Sent::Gpu(sent)) });
+        }
+        host_queue(OP, queue)?;
         Posted::new(&self.inner, &payload, &route, opts)?.send(&payload)
     }
 }
@@ -147,6 +160,11 @@ pub fn dispatch_all(
         payload::check(OP, &ep.inner, payload, route, opts)?;
         ep.inner.could_start(OP, opts.lane, true)?;
     }
+    #[cfg(feature = "cuda")]
+    if calls.iter().any(|(ep, ..)| ep.inner.gpu.is_some()) {
+        return crate::gpu::dispatch_all(&[queue], calls, opts);
+    }
+    host_queue(OP, queue)?;
     let mut posted = Vec::with_capacity(calls.len());
     for (ep, payload, route) in calls {
         let one = Posted::new(&ep.inner, payload, route, opts);
@@ -211,6 +229,11 @@ impl Posted {
                 lane.announce(header, &[], &[])?;
                 Routing::Cached((*handle).clone())
             }
+            #[cfg(feature = "cuda")]
+            Route::Device { .. } => {
+                let detail = "ids on a GPU, the layer works on the host";
+                return Err(EpError::argument(OP, detail));
+            }
             Route::Topk { ids, weights } => {
                 header.op = notify::OP_DISPATCH;
                 header.layout = opts.layout.code();
@@ -228,6 +251,7 @@ impl Posted {
                 let sequence =
                     lane.announce(header, &new.send.expert_counts, &new.send.rank_counts)?;
                 new.id = ((opts.lane as u64) << 48) | sequence;
+                new.lane = opts.lane;
                 Routing::New(fresh)
             }
         };
@@ -316,7 +340,7 @@ impl Posted {
         }
         drop(state);
         self.lane.done(&ep.peers)?;
-        Ok(DispatchSend { parts: Some(self) })
+        Ok(DispatchSend { parts: Some(Sent::Host(self)) })
     }
 
     /// Says for each rank where this rank's rows go: into the offered slot, or to staging.
@@ -350,6 +374,14 @@ impl Posted {
     }
 }
 
+/// Fails unless `queue` is the host's: rows on the host are moved by the calling thread.
+pub(crate) fn host_queue(op: &'static str, queue: &Queue) -> Result<()> {
+    if queue.is_host() {
+        return Ok(());
+    }
+    Err(EpError::argument(op, "the layer works on the host: pass Queue::host()"))
+}
+
 fn set_status(header: &mut Header, error: &IdError) -> Result<()> {
     let (status, token, id) = match *error {
         IdError::OutOfRange { token, id, .. } => (notify::STATUS_RANGE, token, id),
@@ -365,7 +397,11 @@ fn set_status(header: &mut Header, error: &IdError) -> Result<()> {
 impl DispatchSend {
     /// Whether all peers' rows have arrived, so that [`DispatchSend::recv`] would not wait.
     pub fn ready(&self) -> bool {
-        self.parts.as_ref().is_some_and(|p| p.lane.ready(Phase::Done))
+        self.parts.as_ref().is_some_and(|sent| match sent {
+            Sent::Host(posted) => posted.lane.ready(Phase::Done),
+            #[cfg(feature = "cuda")]
+            Sent::Gpu(sending) => sending.lane().ready(Phase::Done),
+        })
     }
 
     /// The second half of a dispatch: waits, bounded, for the rows of every peer.
@@ -373,8 +409,12 @@ impl DispatchSend {
     /// # Errors
     /// A time-out or loss names the absent peers; the group is then unusable.
     pub fn recv(mut self, queue: &Queue) -> Result<Dispatched> {
-        let _ = queue;
-        let posted = self.parts.take().expect("taken once");
+        let posted = match self.parts.take().expect("taken once") {
+            Sent::Host(posted) => posted,
+            #[cfg(feature = "cuda")]
+            Sent::Gpu(sending) => return sending.recv(queue),
+        };
+        host_queue(OP, queue)?;
         let _span = tracing::trace_span!("dispatch_recv", lane = posted.lane.index).entered();
         let Posted { lane, slot, mut routing, kind, capacity } = posted;
         let ep = lane.ep.clone();
@@ -396,7 +436,7 @@ impl DispatchSend {
 
 impl Drop for DispatchSend {
     fn drop(&mut self) {
-        if let Some(Posted { lane, slot, routing, kind, .. }) = self.parts.take() {
+        if let Some(Sent::Host(Posted { lane, slot, routing, kind, .. })) = self.parts.take() {
             let (format, _) = lane.ep.shape.formats(kind);
             slot.tail().lock().overwritten(routing.get().rows * format.stride);
             lane.abandon(slot.detach());

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use ep_kernels::{KernelError, Placement};
 use ep_transport::{
-    Deadline, Group, Link, Mapping, ProcessTransport, Queue, ThreadTransport, Transport,
+    Deadline, Group, Link, Mapping, Memory, ProcessTransport, Queue, ThreadTransport, Transport,
     TransportError, WindowSpec,
 };
 
@@ -25,6 +25,9 @@ pub enum Place {
     /// In host memory.
     #[default]
     Host,
+    /// In the memory of the GPU with this ordinal among those the process sees.
+    #[cfg(feature = "cuda")]
+    Cuda(usize),
 }
 
 /// Says how the communication of an MoE layer is built.
@@ -51,6 +54,10 @@ pub struct EpBuilder {
     lanes: usize,
     timeout: Duration,
     connect_timeout: Duration,
+    handles: usize,
+    comm_sms: u32,
+    #[cfg(feature = "cuda")]
+    tuning: crate::gpu::Tuning,
 }
 
 impl EpBuilder {
@@ -65,6 +72,10 @@ impl EpBuilder {
             lanes: 2,
             timeout: Duration::from_secs(30),
             connect_timeout: Duration::from_secs(120),
+            handles: 16,
+            comm_sms: 16,
+            #[cfg(feature = "cuda")]
+            tuning: crate::gpu::Tuning::default(),
         }
     }
 
@@ -93,6 +104,27 @@ impl EpBuilder {
         self
     }
 
+    /// Handles a layer on a GPU can have alive, 16 by default: their memory is taken when it is
+    /// built. On the host they are as many as are used.
+    pub fn handles(mut self, handles: usize) -> Self {
+        self.handles = handles;
+        self
+    }
+
+    /// The most SMs that communication on a GPU takes, 16 by default: every kernel has so many
+    /// blocks of which no two share an SM. Without a meaning on the host.
+    pub fn comm_sms(mut self, sms: u32) -> Self {
+        self.comm_sms = sms;
+        self
+    }
+
+    /// How kernels are launched, where that is not left to this crate.
+    #[cfg(feature = "cuda")]
+    pub fn tuning(mut self, tuning: crate::gpu::Tuning) -> Self {
+        self.tuning = tuning;
+        self
+    }
+
     /// The longest any wait of an operation takes.
     pub fn timeout(mut self, timeout: Duration) -> Self {
         self.timeout = timeout;
@@ -110,7 +142,15 @@ impl EpBuilder {
     /// # Errors
     /// When the layer cannot be built for so many ranks.
     pub fn plan(&self, world: usize) -> Result<Plan> {
-        Plan::new(&self.shape.resolve(world, self.slots, self.lanes)?, self.needs_staging())
+        let resolved = self.shape.resolve(world, self.slots, self.lanes)?;
+        #[cfg_attr(not(feature = "cuda"), expect(unused_mut))]
+        let mut plan = Plan::new(&resolved, self.needs_staging())?;
+        #[cfg(feature = "cuda")]
+        if let Place::Cuda(_) = self.place {
+            let sizes = crate::gpu::Sizes::new(&resolved, self.handles, self.comm_sms);
+            (plan.device_bytes, plan.pinned_bytes) = (sizes.device, sizes.pinned);
+        }
+        Ok(plan)
     }
 
     fn needs_staging(&self) -> bool {
@@ -124,27 +164,77 @@ impl EpBuilder {
     /// Bad arguments at once; [`EpError::Disagreement`] on every rank when the ranks were
     /// configured differently; what the transport says otherwise.
     pub fn build(&self, group: &Group) -> Result<Ep> {
-        let Place::Host = self.place;
         let deadline = Deadline::after(self.connect_timeout);
         let shape = self.shape.resolve(group.world(), self.slots, self.lanes);
         let transport = self.transport.as_deref();
-        Config::new(&self.shape, (self.slots, self.lanes), transport, &shape)
-            .compare(group, deadline)?;
+        #[cfg(feature = "cuda")]
+        let prepared = self.prepare();
+        #[cfg(feature = "cuda")]
+        let problem = prepared.as_ref().err().or(shape.as_ref().err());
+        #[cfg(not(feature = "cuda"))]
+        let problem = shape.as_ref().err();
+        let on_gpu = self.place != Place::Host;
+        let config =
+            Config::new(&self.shape, (self.slots, self.lanes), transport, (on_gpu, problem));
+        let compared = config.compare(group, deadline);
+        // Its own problem says more to a rank than that it differs from others.
         let shape = shape?;
+        #[cfg(feature = "cuda")]
+        let prepared = prepared?;
+        compared?;
         let window = shape.window(self.needs_staging())?;
         let spec = WindowSpec { bytes: window.bytes, flags: crate::notify::flags(shape.lanes) };
         let link = match &self.transport {
             Some(transport) => transport.open(group, spec, deadline)?,
-            None => open_host(group, spec, deadline)?,
+            None => match self.place {
+                Place::Host => open_host(group, spec, deadline)?,
+                #[cfg(feature = "cuda")]
+                Place::Cuda(ordinal) => {
+                    ep_transport::NvlinkTransport::new(ordinal).open(group, spec, deadline)?
+                }
+            },
         };
-        check_link(group, &*link, &window, self.needs_staging(), deadline)?;
+        check_link(group, &*link, &window, (self.needs_staging(), on_gpu), deadline)?;
         tracing::debug!(
             rank = group.rank(),
             world = group.world(),
             window_bytes = window.bytes,
             "expert-parallel group is ready"
         );
-        Ok(Ep { inner: Arc::new(Inner::new(group.clone(), link, shape, window, self.timeout)) })
+        #[cfg_attr(not(feature = "cuda"), expect(unused_mut))]
+        let mut inner = Inner::new(group.clone(), link, shape, window, self.timeout);
+        #[cfg(feature = "cuda")]
+        if let Some(prepared) = prepared {
+            let opened = inner.on_gpu(prepared);
+            // All ranks have their memory, or none goes on.
+            let note = opened.as_ref().err().map_or(String::new(), |e| e.to_string());
+            let all = group.all_gather_within("build", note.as_bytes(), deadline)?;
+            opened?;
+            if let Some(rank) = all.iter().position(|note| !note.is_empty()) {
+                let why = String::from_utf8_lossy(&all[rank]).into_owned();
+                return Err(TransportError::Unsupported {
+                    op: "build",
+                    detail: format!("rank {rank}: {why}"),
+                }
+                .into());
+            }
+        } else if inner.link.memory() != Memory::Host {
+            let detail = "the transport's windows are on a GPU: build with Place::Cuda";
+            return Err(EpError::argument("build", detail));
+        }
+        Ok(Ep { inner: Arc::new(inner) })
+    }
+
+    /// Opens the GPU and loads its kernels, if there is one.
+    #[cfg(feature = "cuda")]
+    fn prepare(&self) -> Result<Option<crate::gpu::Prepared>> {
+        match self.place {
+            Place::Cuda(ordinal) => {
+                crate::gpu::Prepared::new(ordinal, self.comm_sms, self.handles, self.tuning)
+                    .map(Some)
+            }
+            Place::Host => Ok(None),
+        }
     }
 }
 
@@ -153,7 +243,7 @@ fn check_link(
     group: &Group,
     link: &dyn Link,
     window: &Window,
-    staging: bool,
+    (staging, on_gpu): (bool, bool),
     deadline: Deadline,
 ) -> Result<()> {
     let mut reached = Vec::with_capacity(group.world());
@@ -167,6 +257,11 @@ fn check_link(
                 let (got, need) = (m.bytes, window.bytes);
                 problem = Some(format!(
                     "the window of rank {peer} is {got} bytes of {need}, or not aligned"
+                ));
+            }
+            None if on_gpu => {
+                problem = Some(format!(
+                    "rank {peer} is not mapped; on GPUs all ranks have to be, so far"
                 ));
             }
             None if !staging => {
@@ -226,6 +321,10 @@ pub(crate) struct Inner {
     pub bulk: Vec<usize>,
     /// Every rank's window where it is mapped, this rank's own included.
     pub reach: Vec<Option<Mapping>>,
+    /// Where rows are.
+    pub place: Memory,
+    #[cfg(feature = "cuda")]
+    pub gpu: Option<crate::gpu::Gpu>,
     own: Mapping,
     timeout: Duration,
 }
@@ -256,6 +355,9 @@ impl Inner {
             direct,
             bulk,
             reach,
+            place: link.memory(),
+            #[cfg(feature = "cuda")]
+            gpu: None,
             own,
             timeout,
             group,
@@ -265,8 +367,25 @@ impl Inner {
         }
     }
 
+    /// Takes what a layer needs on its GPU.
+    #[cfg(feature = "cuda")]
+    fn on_gpu(&mut self, prepared: crate::gpu::Prepared) -> Result<()> {
+        let windows: Vec<u64> =
+            self.reach.iter().map(|m| m.map_or(0, |m| m.base.as_ptr() as u64)).collect();
+        let me = (self.id, self.group.rank());
+        let (link, shape, window) = (&self.link, &self.shape, &self.window);
+        self.gpu = Some(crate::gpu::Gpu::new(prepared, me, link, shape, window, &windows)?);
+        Ok(())
+    }
+
     pub fn rank(&self) -> usize {
         self.group.rank()
+    }
+
+    /// The longest any wait of an operation takes.
+    #[cfg(feature = "cuda")]
+    pub fn timeout(&self) -> Duration {
+        self.timeout
     }
 
     pub fn deadline(&self) -> Deadline {
@@ -320,6 +439,16 @@ impl Inner {
         })
     }
 
+    /// A slot that `queue` may write to.
+    fn free_slot(self: &Arc<Self>, op: &'static str, lane: usize, queue: &Queue) -> Result<Slot> {
+        #[cfg(feature = "cuda")]
+        if let Some(gpu) = &self.gpu {
+            return gpu.slot_for(self, op, lane, queue);
+        }
+        let _ = (lane, queue);
+        Slot::take(self, op)
+    }
+
     /// Fails if the group has failed.
     pub fn usable(&self, op: &'static str) -> Result<()> {
         Ok(self.group.health().check(op)?)
@@ -368,11 +497,10 @@ impl Ep {
     /// [`EpError::NoFreeSlot`], or a handle of another [`Ep`].
     pub fn combine_slot(&self, handle: &Handle, queue: &Queue) -> Result<Dispatched> {
         const OP: &str = "combine_slot";
-        let _ = queue;
         self.inner.usable(OP)?;
         self.own(OP, handle)?;
-        let slot = Slot::take(&self.inner, OP)?;
-        let lane = (handle.routing.id >> 48) as usize;
+        let slot = self.inner.free_slot(OP, handle.routing.lane, queue)?;
+        let lane = handle.routing.lane;
         Ok(Dispatched::new(self.inner.clone(), slot, handle.clone(), None, false, lane))
     }
 

@@ -75,6 +75,16 @@ pub enum EpError {
         /// The number of slots.
         slots: usize,
     },
+    /// All handles of a layer on a GPU are in use. Nothing was launched.
+    #[error(
+        "{op}: all {handles} handles are in use; drop one, or build with more (EpBuilder::handles)"
+    )]
+    NoFreeHandle {
+        /// The operation.
+        op: &'static str,
+        /// The number of handles.
+        handles: usize,
+    },
     /// The lane has an operation in flight. Nothing was launched.
     #[error(
         "{op}: lane {lane} has an operation in flight; finish it or use another of the {lanes} lanes"
@@ -96,6 +106,10 @@ pub enum EpError {
         /// What does not fit.
         detail: String,
     },
+    /// A call of CUDA failed.
+    #[cfg(feature = "cuda")]
+    #[error(transparent)]
+    Cuda(#[from] ep_kernels::cuda::CudaError),
     /// The group or transport failed.
     #[error(transparent)]
     Transport(#[from] TransportError),
@@ -116,7 +130,14 @@ impl EpError {
             Self::Ids { .. } | Self::Capacity { .. } | Self::Disagreement { .. } => {
                 ErrorKind::Mismatch
             }
-            Self::NoFreeSlot { .. } | Self::LaneBusy { .. } => ErrorKind::Busy,
+            Self::NoFreeSlot { .. } | Self::NoFreeHandle { .. } | Self::LaneBusy { .. } => {
+                ErrorKind::Busy
+            }
+            #[cfg(feature = "cuda")]
+            Self::Cuda(e) => match e {
+                ep_kernels::cuda::CudaError::InvalidArgument { .. } => ErrorKind::Argument,
+                _ => ErrorKind::Device,
+            },
             Self::Corrupt { .. } => ErrorKind::Aborted,
             Self::Transport(e) => e.kind(),
         }
@@ -130,8 +151,11 @@ impl EpError {
             Self::Transport(e) => e.peer(),
             Self::Argument { .. }
             | Self::NoFreeSlot { .. }
+            | Self::NoFreeHandle { .. }
             | Self::LaneBusy { .. }
             | Self::Corrupt { .. } => None,
+            #[cfg(feature = "cuda")]
+            Self::Cuda(_) => None,
         }
     }
 
@@ -139,6 +163,8 @@ impl EpError {
     pub fn code(&self) -> Option<i32> {
         match self {
             Self::Transport(e) => e.code(),
+            #[cfg(feature = "cuda")]
+            Self::Cuda(ep_kernels::cuda::CudaError::Driver { code, .. }) => Some(*code),
             _ => None,
         }
     }

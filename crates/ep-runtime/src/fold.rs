@@ -111,7 +111,10 @@ impl Parts {
                 unsafe { host::reduce_row(dtype, ep.shape.hidden, rows, weights, biases, to) };
             ep.check_rows(OP, summed)?;
             if let Some(home) = &mut out.weights {
-                let home = &mut home[token * ep.shape.topk..][..ep.shape.topk];
+                let at = home.as_mut_ptr().cast::<f32>().wrapping_add(token * ep.shape.topk);
+                // SAFETY: the weights are dense, K for each token (checked on entry), borrowed
+                // exclusively.
+                let home = unsafe { std::slice::from_raw_parts_mut(at, ep.shape.topk) };
                 // SAFETY: as above; `rows` and `order` belong together.
                 unsafe { self.weights_home(token, rows, order, home) };
             }

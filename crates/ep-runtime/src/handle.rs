@@ -29,6 +29,8 @@ pub(crate) struct HandleInner {
     /// The dispatch it came from; the same number on every rank.
     pub id: u64,
     pub layout: Layout,
+    /// The lane of that dispatch.
+    pub lane: usize,
     /// Where this rank's tokens go.
     pub send: Routing,
     /// Top-k weights of this rank's tokens `[T, K]`; empty if none were given.
@@ -46,6 +48,8 @@ pub(crate) struct HandleInner {
     pub offsets: Vec<i32>,
     /// Expert-major: where the received rows went.
     pub received: Received,
+    #[cfg(feature = "cuda")]
+    pub gpu: Option<crate::gpu::HandleMemory>,
 }
 
 /// The receiver's side of an expert-major dispatch.
@@ -80,12 +84,13 @@ impl Received {
 }
 
 impl HandleInner {
-    fn new(ep: u64, rank: usize) -> Self {
+    pub fn new(ep: u64, rank: usize) -> Self {
         Self {
             ep,
             rank,
             id: 0,
             layout: Layout::RankMajor,
+            lane: 0,
             send: Routing::default(),
             weights: Vec::new(),
             matrix: CountMatrix::new(),
@@ -95,7 +100,24 @@ impl HandleInner {
             counts: Vec::new(),
             offsets: Vec::new(),
             received: Received::default(),
+            #[cfg(feature = "cuda")]
+            gpu: None,
         }
+    }
+
+    /// What a GPU told of a dispatch, where the host did not lay it out itself.
+    #[cfg(feature = "cuda")]
+    pub fn told(&self) -> Option<&crate::gpu::Told> {
+        self.gpu.as_ref().map(|gpu| gpu.told())
+    }
+
+    /// Rank-major rows received.
+    pub fn rank_rows(&self) -> usize {
+        #[cfg(feature = "cuda")]
+        if let Some(told) = self.told() {
+            return told.rows;
+        }
+        self.rows
     }
 
     /// Derives everything that follows from the count matrix.
@@ -125,8 +147,17 @@ impl Handle {
         self.routing.send.tokens
     }
 
-    /// The rows this rank received: rank-major rows, or expert-major rows with padding.
+    /// The rows this rank received: rank-major rows, or expert-major rows with padding. In capacity
+    /// mode on a GPU this waits, bounded, until the GPU knows; 0 if it never does or if the dispatch
+    /// was captured into a graph. The same holds for the other numbers here.
     pub fn num_rows(&self) -> usize {
+        #[cfg(feature = "cuda")]
+        if let Some(told) = self.routing.told() {
+            return match self.routing.layout {
+                Layout::RankMajor => told.rows,
+                Layout::ExpertMajor { .. } => told.expert_rows,
+            };
+        }
         match self.routing.layout {
             Layout::RankMajor => self.routing.rows,
             Layout::ExpertMajor { .. } => self.routing.expert_rows,
@@ -140,12 +171,20 @@ impl Handle {
 
     /// The tokens received for each local expert, `[E_local]`, without padding.
     pub fn counts(&self) -> &[i32] {
+        #[cfg(feature = "cuda")]
+        if let Some(told) = self.routing.told() {
+            return &told.counts;
+        }
         &self.routing.counts
     }
 
     /// The first row of each local expert and the end, `[E_local + 1]`. Rank-major rows are not
     /// grouped by expert; there it is the running sum of the counts.
     pub fn offsets(&self) -> &[i32] {
+        #[cfg(feature = "cuda")]
+        if let Some(told) = self.routing.told() {
+            return &told.offsets;
+        }
         &self.routing.offsets
     }
 
@@ -154,6 +193,10 @@ impl Handle {
     /// # Panics
     /// When there is no such rank.
     pub fn rows_from(&self, source: usize) -> usize {
+        #[cfg(feature = "cuda")]
+        if let Some(told) = self.routing.told() {
+            return told.from[source] as usize;
+        }
         self.routing.matrix.received(source)
     }
 
@@ -162,6 +205,10 @@ impl Handle {
     /// # Panics
     /// When there is no such rank.
     pub fn rows_to(&self, rank: usize) -> usize {
+        #[cfg(feature = "cuda")]
+        if let Some(told) = self.routing.told() {
+            return told.to[rank] as usize;
+        }
         self.routing.send.rank_counts[rank] as usize
     }
 }

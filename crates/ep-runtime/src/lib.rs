@@ -56,6 +56,8 @@ mod ep;
 mod error;
 mod event;
 mod fold;
+#[cfg(feature = "cuda")]
+mod gpu;
 mod handle;
 mod lane;
 mod notify;
@@ -80,12 +82,16 @@ pub mod cast {
     pub use ep_kernels::host::{dequantize_fp8, narrow, quantize_fp8, widen};
 }
 pub use ep_transport::{
-    AllGather, Deadline, ErrorKind, Fault, Group, Health, Link, Mapping, ProcessTransport, Put,
-    Queue, Reach, Rendezvous, ThreadTransport, Transport, TransportError, WindowSpec,
+    AllGather, Deadline, ErrorKind, Fault, Group, Health, Link, Mapping, Memory, ProcessTransport,
+    Put, Queue, Reach, Rendezvous, ThreadTransport, Transport, TransportError, WindowSpec,
 };
 pub use error::EpError;
 pub use event::Event;
+#[cfg(feature = "cuda")]
+pub use gpu::Tuning;
 pub use handle::Handle;
+#[cfg(feature = "cuda")]
+pub use payload::{DeviceIds, IdKind};
 pub use payload::{DispatchOpts, Payload, Route};
 pub use preflight::{
     Ability, Check, Finding, Library, PeerTrial, Preflight, PreflightOptions, Severity, Verdict,
@@ -94,6 +100,13 @@ pub use received::{Column, Outputs, Owned, Received, SourceToken};
 pub use result::Dispatched;
 pub use shape::{Layout, MoeShape, Plan};
 pub use views::{Rows, RowsMut};
+/// What GPUs need beyond what hosts do: kernels' launch plans, and the transport over NVLink.
+#[cfg(feature = "cuda")]
+pub use {
+    ep_kernels::cuda::moe::{CopyPath, MovePlan},
+    ep_kernels::cuda::{CudaError, LaunchAttributes},
+    ep_transport::{NvlinkTransport, StreamSide},
+};
 
 /// The result of this crate's operations.
 pub type Result<T, E = EpError> = std::result::Result<T, E>;

@@ -151,10 +151,10 @@ pub(crate) fn verdict(op: &'static str, all: &[Header]) -> Result<()> {
         None => Ok(()),
         Some(rank) => {
             let Header { status, bad_token, bad_id, .. } = all[rank];
-            let detail = if status == STATUS_RANGE {
-                format!("expert id {bad_id} is out of range")
-            } else {
-                format!("expert id {bad_id} occurs twice")
+            let detail = match status {
+                STATUS_RANGE => format!("expert id {bad_id} is out of range"),
+                STATUS_DUPLICATE => format!("expert id {bad_id} occurs twice"),
+                _ => "the dispatch of its handle was refused".into(),
             };
             Err(EpError::Ids { op, rank, token: bad_token as usize, id: bad_id, detail })
         }

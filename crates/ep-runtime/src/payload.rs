@@ -3,7 +3,7 @@
 use ep_kernels::{DType, Ids, PayloadKind, ScaleKind};
 
 use crate::ep::Inner;
-use crate::{EpError, Handle, Layout, Result, Rows};
+use crate::{EpError, Handle, Layout, Memory, Result, Rows};
 
 /// The rows of a dispatch, `[T, hidden]`, with what belongs to each.
 #[derive(Clone, Copy, Debug)]
@@ -92,8 +92,52 @@ pub enum Route<'a> {
         /// Gate weights `[T, K]`; 1.0 where not given.
         weights: Option<&'a [f32]>,
     },
+    /// As [`Route::Topk`], with ids and weights in the memory of the GPU.
+    #[cfg(feature = "cuda")]
+    Device {
+        /// Expert ids `[T, K]`.
+        ids: DeviceIds<'a>,
+        /// Gate weights `[T, K]`, dense f32; 1.0 where not given.
+        weights: Option<Rows<'a>>,
+    },
     /// Where an earlier dispatch sent them.
     Cached(&'a Handle),
+}
+
+/// Expert ids `[T, K]` in the memory of a GPU, dense.
+#[cfg(feature = "cuda")]
+#[derive(Clone, Copy, Debug)]
+pub struct DeviceIds<'a> {
+    pub(crate) address: u64,
+    pub(crate) len: usize,
+    pub(crate) kind: IdKind,
+    pub(crate) ordinal: usize,
+    memory: std::marker::PhantomData<&'a [u8]>,
+}
+
+/// The type of expert ids.
+#[cfg(feature = "cuda")]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum IdKind {
+    /// `u32`; `u32::MAX` for none.
+    U32,
+    /// `i32`; -1 for none.
+    I32,
+    /// `i64`; -1 for none.
+    I64,
+}
+
+#[cfg(feature = "cuda")]
+impl DeviceIds<'_> {
+    /// `len` = T * K ids at `address` in the memory of the GPU `ordinal`.
+    ///
+    /// # Safety
+    /// They are readable for the view's life and written by nobody in the order of the queue they
+    /// are passed with.
+    pub unsafe fn from_raw(ordinal: usize, address: u64, len: usize, kind: IdKind) -> Self {
+        Self { address, len, kind, ordinal, memory: std::marker::PhantomData }
+    }
 }
 
 /// How a dispatch is done. Equal on every rank.
@@ -125,6 +169,7 @@ pub(crate) fn check(
         return bad(format!("{tokens} tokens; the layer was built for {}", shape.max_tokens));
     }
     check_payload(op, ep, payload)?;
+    check_place(op, ep, payload, route)?;
     match route {
         Route::Cached(handle) if handle.routing.ep != ep.id => {
             bad("the handle belongs to another group, shape or rank".into())
@@ -133,6 +178,21 @@ pub(crate) fn check(
             bad(format!("{tokens} rows; the handle routes {} tokens", handle.tokens()))
         }
         Route::Cached(_) => Ok(()),
+        #[cfg(feature = "cuda")]
+        Route::Device { ids, weights } => {
+            let need = tokens * shape.topk;
+            if ids.len != need {
+                let (k, n) = (shape.topk, ids.len);
+                return bad(format!("{n} expert ids; {tokens} tokens of top-{k} need {need}"));
+            }
+            if let Some(w) = weights {
+                let dense = w.stride() == w.row_bytes() || w.len() < 2;
+                if w.dtype() != DType::F32 || !dense || w.len() * w.row_bytes() != need * 4 {
+                    return bad(format!("weights are not {need} dense f32"));
+                }
+            }
+            check_layout(op, ep, opts.layout)
+        }
         Route::Topk { ids, weights } => {
             let need = tokens * shape.topk;
             if ids.len() != need {
@@ -144,6 +204,35 @@ pub(crate) fn check(
             }
             check_layout(op, ep, opts.layout)
         }
+    }
+}
+
+/// Rows, ids and weights have to be where the layer works.
+fn check_place(
+    op: &'static str,
+    ep: &Inner,
+    payload: &Payload<'_>,
+    route: &Route<'_>,
+) -> Result<()> {
+    let place = |what: &str, at: Memory| match at == ep.place {
+        true => Ok(()),
+        false => Err(EpError::argument(
+            op,
+            format!("{what} are in {at:?}, the layer works in {:?}", ep.place),
+        )),
+    };
+    place("rows", payload.rows.place())?;
+    if let Some(scales) = &payload.scales {
+        place("scales", scales.place())?;
+    }
+    match route {
+        Route::Topk { .. } => place("ids", Memory::Host),
+        #[cfg(feature = "cuda")]
+        Route::Device { ids, weights } => {
+            place("ids", Memory::Cuda { ordinal: ids.ordinal })?;
+            weights.as_ref().map_or(Ok(()), |w| place("weights", w.place()))
+        }
+        Route::Cached(_) => Ok(()),
     }
 }
 

@@ -7,7 +7,7 @@ use ep_kernels::{DType, ExpertFormat, PayloadKind, RecordFormat};
 use crate::ep::Inner;
 use crate::result::Dispatched;
 use crate::shape::OutFormat;
-use crate::{Handle, Layout, Rows, RowsMut};
+use crate::{Handle, Layout, Memory, Rows, RowsMut};
 
 /// The format of rows in a slot, either way they are laid out.
 #[derive(Clone, Copy, Debug)]
@@ -94,6 +94,7 @@ pub struct Received<'a> {
     pub(crate) records: *const u8,
     pub(crate) record_rows: usize,
     pub(crate) record: RecordFormat,
+    pub(crate) place: Memory,
     pub(crate) memory: PhantomData<&'a [u8]>,
 }
 
@@ -109,6 +110,7 @@ pub struct Column<'a, T> {
     rows: usize,
     per_row: usize,
     stride: usize,
+    place: Memory,
     memory: PhantomData<&'a [T]>,
 }
 
@@ -116,8 +118,9 @@ impl<'a, T: Copy> Column<'a, T> {
     /// The values of row `i`.
     ///
     /// # Panics
-    /// When there is no such row.
+    /// When there is no such row, or the rows are on a GPU.
     pub fn get(&self, i: usize) -> &'a [T] {
+        assert!(self.place == Memory::Host, "the rows are on a GPU: see Dispatched::to_host");
         assert!(i < self.rows, "row {i} of {}", self.rows);
         // SAFETY: rows are initialised, `stride` bytes apart, and parts of them aligned to 4.
         unsafe {
@@ -153,6 +156,13 @@ impl<'a, T: Copy> Column<'a, T> {
 }
 
 impl<'a> Received<'a> {
+    /// Bytes of the rows, and of the records that expert-major rows came from.
+    fn bytes(&self) -> (usize, usize) {
+        let expert_major = matches!(self.format, Format::Expert(_));
+        let records = if expert_major { self.record_rows * self.record.stride } else { 0 };
+        (self.rows * self.format.stride(), records)
+    }
+
     /// The rows shown: all there are, or the capacity in capacity mode.
     pub fn len(&self) -> usize {
         self.rows
@@ -170,9 +180,10 @@ impl<'a> Received<'a> {
             Format::Expert(f) => f.payload_bytes,
         };
         // SAFETY: the rows are in memory borrowed for 'a, initialised and aligned to 16.
-        unsafe {
+        let rows = unsafe {
             Rows::from_raw(self.base, self.rows, bytes, self.format.stride(), self.kind.dtype())
-        }
+        };
+        rows.at(self.place)
     }
 
     /// The scales of fp8 rows or the auxiliary bytes of opaque ones; `None` for other payloads.
@@ -187,8 +198,8 @@ impl<'a> Received<'a> {
         };
         let base = self.base.wrapping_add(at);
         // SAFETY: as in `payload`.
-        (bytes > 0)
-            .then(|| unsafe { Rows::from_raw(base, self.rows, bytes, self.format.stride(), dtype) })
+        let rows = unsafe { Rows::from_raw(base, self.rows, bytes, self.format.stride(), dtype) };
+        (bytes > 0).then(|| rows.at(self.place))
     }
 
     /// Rank-major rows: local expert ids `[rows, K]`, -1 where the k-th expert is on another rank.
@@ -224,6 +235,7 @@ impl<'a> Received<'a> {
                     rows: self.record_rows,
                     per_row: 2,
                     stride: at.stride,
+                    place: self.place,
                     memory: PhantomData,
                 };
                 (sources, row)
@@ -240,7 +252,7 @@ impl<'a> Received<'a> {
     fn column<T>(&self, at: usize, per_row: usize) -> Column<'a, T> {
         let base = self.base.wrapping_add(at).cast();
         let stride = self.format.stride();
-        Column { base, rows: self.rows, per_row, stride, memory: PhantomData }
+        Column { base, rows: self.rows, per_row, stride, place: self.place, memory: PhantomData }
     }
 }
 
@@ -251,6 +263,7 @@ pub struct Outputs<'a> {
     pub(crate) rows: usize,
     pub(crate) dtype: DType,
     pub(crate) format: OutFormat,
+    pub(crate) place: Memory,
     pub(crate) memory: PhantomData<&'a mut [u8]>,
 }
 
@@ -265,7 +278,18 @@ impl Outputs<'_> {
         let OutFormat { payload_bytes, stride, .. } = self.format;
         // SAFETY: the slot holds so many rows of this stride, initialised as all of a window, and
         // is borrowed exclusively for as long as the view.
-        unsafe { RowsMut::from_raw(self.base, self.rows, payload_bytes, stride, self.dtype) }
+        let rows =
+            unsafe { RowsMut::from_raw(self.base, self.rows, payload_bytes, stride, self.dtype) };
+        rows.at(self.place)
+    }
+
+    /// The weights of all rows, `[rows, K]` or `[rows, 1]`: what [`Outputs::weights`] shows of one.
+    pub fn all_weights(&mut self) -> RowsMut<'_> {
+        let OutFormat { weights_at, weights, stride, .. } = self.format;
+        let base = self.base.wrapping_add(weights_at);
+        // SAFETY: as in `payload`; weights are aligned to 4 in every row.
+        let rows = unsafe { RowsMut::from_raw(base, self.rows, weights * 4, stride, DType::F32) };
+        rows.at(self.place)
     }
 
     /// The weights that row `i` carries home (see [`Combined::weights`]): K values, one for each
@@ -275,8 +299,9 @@ impl Outputs<'_> {
     /// [`Combined::weights`]: crate::Combined::weights
     ///
     /// # Panics
-    /// When there is no such row.
+    /// When there is no such row, or the rows are on a GPU.
     pub fn weights(&mut self, i: usize) -> &mut [f32] {
+        assert!(self.place == Memory::Host, "the rows are on a GPU: see Outputs::all_weights");
         assert!(i < self.rows, "row {i} of {}", self.rows);
         // SAFETY: the row is inside the slot, borrowed exclusively; its weights are aligned to 4.
         unsafe {
@@ -290,6 +315,24 @@ impl Outputs<'_> {
 #[repr(C, align(16))]
 struct Chunk([u8; 16]);
 
+/// Memory that holds rows.
+#[derive(Debug)]
+enum Store {
+    Host(Vec<Chunk>),
+    #[cfg(feature = "cuda")]
+    Cuda(Option<ep_kernels::cuda::DeviceMemory>),
+}
+
+impl Store {
+    fn base(&self) -> *const u8 {
+        match self {
+            Self::Host(data) => data.as_ptr().cast(),
+            #[cfg(feature = "cuda")]
+            Self::Cuda(memory) => memory.as_ref().map_or(0, |m| m.address()) as *const u8,
+        }
+    }
+}
+
 /// Received rows that were copied out of their slot.
 #[derive(Debug)]
 pub struct Owned {
@@ -297,41 +340,88 @@ pub struct Owned {
     layout: (Format, PayloadKind, RecordFormat),
     rows: usize,
     real: usize,
-    data: Vec<Chunk>,
+    place: Memory,
+    data: Store,
     /// Rank-major records of expert-major rows, for their sources.
-    records: Vec<Chunk>,
+    records: Store,
+    record_rows: usize,
 }
 
 impl Owned {
     pub(crate) fn copy(from: &Dispatched) -> Self {
         let rows = from.rows();
-        let expert_major = matches!(rows.format, Format::Expert(_));
-        let record_bytes = if expert_major { rows.record_rows * rows.record.stride } else { 0 };
-        // SAFETY: the records are in the slot `from` owns.
-        let records = unsafe { chunks(rows.records, record_bytes) };
+        let (data_bytes, record_bytes) = rows.bytes();
+        // SAFETY: the records are in the slot `from` owns, in host memory.
+        let records = Store::Host(unsafe { chunks(rows.records, record_bytes) });
+        // SAFETY: as the records.
+        let data = Store::Host(unsafe { chunks(rows.base, data_bytes) });
+        Self::new(from, &rows, Memory::Host, data, records)
+    }
+
+    fn new(
+        from: &Dispatched,
+        rows: &Received<'_>,
+        place: Memory,
+        data: Store,
+        records: Store,
+    ) -> Self {
         Self {
             handle: from.handle.clone(),
             layout: (rows.format, rows.kind, rows.record),
             rows: rows.rows,
             real: rows.real,
-            // SAFETY: as above.
-            data: unsafe { chunks(rows.base, rows.rows * rows.format.stride()) },
+            place,
+            data,
             records,
+            record_rows: rows.record_rows,
         }
+    }
+
+    /// A copy in host memory of rows that are on a GPU, made by `copy(to, from, bytes)`.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn download(
+        from: &Dispatched,
+        mut copy: impl FnMut(*mut u8, *const u8, usize) -> crate::Result<()>,
+    ) -> crate::Result<Self> {
+        let rows = from.rows();
+        let (data_bytes, record_bytes) = rows.bytes();
+        let mut fetch = |from: *const u8, bytes: usize| {
+            let mut to = vec![Chunk([0; 16]); bytes / size_of::<Chunk>()];
+            copy(to.as_mut_ptr().cast(), from, bytes).map(|()| Store::Host(to))
+        };
+        let (data, records) = (fetch(rows.base, data_bytes)?, fetch(rows.records, record_bytes)?);
+        Ok(Self::new(from, &rows, Memory::Host, data, records))
+    }
+
+    /// A copy in memory of the same GPU, made by `copy(from, bytes)`.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn duplicate(
+        from: &Dispatched,
+        mut copy: impl FnMut(*const u8, usize) -> crate::Result<ep_kernels::cuda::DeviceMemory>,
+    ) -> crate::Result<Self> {
+        let rows = from.rows();
+        let (data_bytes, record_bytes) = rows.bytes();
+        let mut fetch = |from: *const u8, bytes: usize| -> crate::Result<Store> {
+            let memory = if bytes > 0 { Some(copy(from, bytes)?) } else { None };
+            Ok(Store::Cuda(memory))
+        };
+        let (data, records) = (fetch(rows.base, data_bytes)?, fetch(rows.records, record_bytes)?);
+        Ok(Self::new(from, &rows, rows.place, data, records))
     }
 
     /// The rows, as [`Dispatched::rows`] showed them.
     pub fn rows(&self) -> Received<'_> {
         let (format, kind, record) = self.layout;
         Received {
-            base: self.data.as_ptr().cast(),
+            base: self.data.base(),
             format,
             kind,
             rows: self.rows,
             real: self.real,
-            records: self.records.as_ptr().cast(),
-            record_rows: self.handle.routing.rows,
+            records: self.records.base(),
+            record_rows: self.record_rows,
             record,
+            place: self.place,
             memory: PhantomData,
         }
     }

@@ -10,7 +10,7 @@ use crate::ep::Inner;
 use crate::received::{Format, Outputs, Owned, Received};
 use crate::shape::OutFormat;
 use crate::slots::Slot;
-use crate::{EpError, Event, Handle, Layout, Result};
+use crate::{EpError, Event, Handle, Layout, Memory, Result};
 
 /// The rows a dispatch brought to this rank. Owns the slot they are in until it is combined,
 /// released, copied out or dropped.
@@ -87,6 +87,10 @@ impl Dispatched {
     pub fn rows(&self) -> Received<'_> {
         let kind = self.received.unwrap_or(self.ep.shape.payloads[0]);
         let (shown, real) = match self.received {
+            // On a GPU how many rows there are is looked up only where the caller needs it.
+            Some(_) if self.capacity && self.ep.place != Memory::Host => {
+                (self.shown(), self.shown())
+            }
             Some(_) => (self.shown(), self.num_rows()),
             None => (0, 0),
         };
@@ -101,24 +105,31 @@ impl Dispatched {
             rows: shown,
             real,
             records: self.ep.local(self.ep.window.rank_rows(self.slot.index())),
-            record_rows: self.handle.routing.rows,
+            record_rows: self.handle.routing.rank_rows(),
             record,
+            place: self.ep.place,
             memory: PhantomData,
         }
     }
 
     /// Room for the rows that combine sends home, in this result's own slot, so that nothing is
-    /// copied; for the rows there are, also in capacity mode. It is the memory of [`Dispatched::rows`]: in place, row by row, where an output row
-    /// is not larger than a received one; otherwise the received rows have to be consumed first.
+    /// copied; for the rows there are, also in capacity mode on the host (on a GPU for all that
+    /// [`Dispatched::rows`] shows). It is the memory of [`Dispatched::rows`]: in place, row by row,
+    /// where an output row is not larger than a received one; otherwise the received rows have to be
+    /// consumed first.
     ///
     /// # Errors
     /// When the layer was not built for `kind`, or rows of that kind cannot be combined.
     pub fn rows_mut(&mut self, kind: PayloadKind) -> Result<Outputs<'_>> {
         let format = self.output_format("rows_mut", kind)?;
         self.output = Some(kind);
-        let rows = self.num_rows();
+        let rows = match self.capacity && self.ep.place != Memory::Host {
+            true => self.shown(),
+            false => self.num_rows(),
+        };
         self.slot.tail().lock().overwritten(rows * format.stride);
-        Ok(Outputs { base: self.base(), rows, dtype: kind.dtype(), format, memory: PhantomData })
+        let (base, dtype, place) = (self.base(), kind.dtype(), self.ep.place);
+        Ok(Outputs { base, rows, dtype, format, place, memory: PhantomData })
     }
 
     pub(crate) fn output_format(&self, op: &'static str, kind: PayloadKind) -> Result<OutFormat> {
@@ -134,15 +145,41 @@ impl Dispatched {
     }
 
     /// Frees the slot once everything submitted to `queue` so far is done.
-    pub fn release(self, queue: &Queue) -> Event {
-        let _ = queue;
+    pub fn release(mut self, queue: &Queue) -> Event {
+        self.slot.used_on(queue);
+        #[cfg(feature = "cuda")]
+        if let Some(gpu) = &self.ep.gpu {
+            return gpu.released(&self.ep, queue);
+        }
         Event::done()
     }
 
-    /// Copies the rows out and frees the slot.
-    pub fn into_owned(self, queue: &Queue) -> Owned {
+    /// Copies the rows out, in the order of `queue`, and frees the slot. Rows on a GPU are copied to
+    /// memory of that GPU, which is allocated.
+    ///
+    /// # Errors
+    /// On a GPU: no memory, or an operation whose rows never came.
+    pub fn into_owned(mut self, queue: &Queue) -> Result<Owned> {
+        self.slot.used_on(queue);
+        #[cfg(feature = "cuda")]
+        if let Some(gpu) = &self.ep.gpu {
+            return gpu.duplicate(&self, queue);
+        }
+        Ok(Owned::copy(&self))
+    }
+
+    /// Copies the rows to host memory, after everything submitted to `queue` so far, and waits for
+    /// them: for looking into them.
+    ///
+    /// # Errors
+    /// On a GPU: an operation whose rows never came.
+    pub fn to_host(&self, queue: &Queue) -> Result<Owned> {
+        #[cfg(feature = "cuda")]
+        if let Some(gpu) = &self.ep.gpu {
+            return gpu.download(self, queue);
+        }
         let _ = queue;
-        Owned::copy(&self)
+        Ok(Owned::copy(self))
     }
 
     /// In capacity mode, marks the rows behind the last as rows without ids and source. Only those

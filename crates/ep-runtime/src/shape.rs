@@ -362,6 +362,12 @@ impl Window {
         self.mailboxes + (lane * self.world + source) * self.message
     }
 
+    /// Bytes of a slot.
+    #[cfg(feature = "cuda")]
+    pub fn slot_bytes(&self) -> usize {
+        self.slot
+    }
+
     /// A slot's rank-major rows.
     pub fn rank_rows(&self, slot: usize) -> usize {
         self.slots + slot * self.slot
@@ -407,6 +413,10 @@ pub struct Plan {
     pub max_expert_rows: usize,
     /// Flags per source rank.
     pub flags: u32,
+    /// Bytes of device memory beside the window, on a GPU.
+    pub device_bytes: usize,
+    /// Bytes of page-locked host memory beside flags, on a GPU.
+    pub pinned_bytes: usize,
 }
 
 impl Plan {
@@ -423,6 +433,8 @@ impl Plan {
             max_rows: resolved.max_rows,
             max_expert_rows: resolved.max_expert_rows,
             flags: notify::flags(resolved.lanes),
+            device_bytes: 0,
+            pinned_bytes: 0,
         })
     }
 }

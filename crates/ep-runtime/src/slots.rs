@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use ep_transport::Queue;
 use parking_lot::Mutex;
 
 use crate::ep::Inner;
@@ -65,7 +66,7 @@ impl Slots {
         Self { count, free: AtomicU64::new(free), tails }
     }
 
-    fn take(&self) -> Option<usize> {
+    pub fn take(&self) -> Option<usize> {
         // Acquire pairs with the Release of the slot's last owner: its accesses to the rows come
         // before those of peers, whom this rank tells of the slot by a later flag.
         self.free
@@ -75,6 +76,11 @@ impl Slots {
             })
             .ok()
             .map(|free| free.trailing_zeros() as usize)
+    }
+
+    /// How many there are.
+    pub fn count(&self) -> usize {
+        self.count
     }
 
     /// Frees a slot that was taken out of its [`Slot`] by [`Slot::detach`].
@@ -93,9 +99,28 @@ impl Slots {
 pub(crate) struct Slot {
     ep: Arc<Inner>,
     index: usize,
+    /// Where the slot was used last, if that is a stream: peers may have it only after that.
+    last: Option<Queue>,
 }
 
 impl Slot {
+    /// A slot that was taken out of its guard, or picked otherwise.
+    #[cfg(feature = "cuda")]
+    pub fn adopt(ep: &Arc<Inner>, index: usize) -> Self {
+        Self { ep: ep.clone(), index, last: None }
+    }
+
+    /// Says that work submitted to `queue` so far, or soon, uses the slot.
+    pub fn used_on(&mut self, queue: &Queue) {
+        self.last = (!queue.is_host()).then(|| queue.clone());
+    }
+
+    /// Says that the slot's users have been told to the device already.
+    #[cfg(feature = "cuda")]
+    pub fn unused(&mut self) {
+        self.last = None;
+    }
+
     pub fn take(ep: &Arc<Inner>, op: &'static str) -> Result<Self> {
         let taken = ep.slots.take().or_else(|| {
             // Slots of dropped dispatches are free once the peers have written what they promised.
@@ -103,9 +128,9 @@ impl Slot {
             ep.slots.take()
         });
         let Some(index) = taken else {
-            return Err(EpError::NoFreeSlot { op, slots: ep.slots.count });
+            return Err(EpError::NoFreeSlot { op, slots: ep.slots.count() });
         };
-        let slot = Self { ep: ep.clone(), index };
+        let slot = Self { ep: ep.clone(), index, last: None };
         // A failure gives slots back that peers may still write or read. It is told to `Health`
         // before that, so whoever gets such a slot sees it here.
         ep.usable(op)?;
@@ -119,8 +144,8 @@ impl Slot {
     /// Takes the slot out of its guard; the caller gives it back.
     pub fn detach(self) -> usize {
         let this = std::mem::ManuallyDrop::new(self);
-        // SAFETY: `this` is never dropped, so its reference is moved out once.
-        drop(unsafe { std::ptr::read(&this.ep) });
+        // SAFETY: `this` is never dropped, so its fields are moved out once.
+        drop(unsafe { (std::ptr::read(&this.ep), std::ptr::read(&this.last)) });
         this.index
     }
 
@@ -131,6 +156,10 @@ impl Slot {
 
 impl Drop for Slot {
     fn drop(&mut self) {
+        #[cfg(feature = "cuda")]
+        if let Some(gpu) = &self.ep.gpu {
+            return gpu.give_back(&self.ep, self.index, self.last.take());
+        }
         self.ep.slots.give_back(self.index);
     }
 }

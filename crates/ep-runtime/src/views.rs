@@ -4,7 +4,7 @@ use std::marker::PhantomData;
 
 use ep_kernels::{DType, Element};
 
-use crate::{EpError, Result};
+use crate::{EpError, Memory, Result};
 
 /// Rows of equal length, some bytes apart, to be read.
 #[derive(Clone, Copy, Debug)]
@@ -14,6 +14,7 @@ pub struct Rows<'a> {
     row_bytes: usize,
     stride: usize,
     dtype: DType,
+    place: Memory,
     memory: PhantomData<&'a [u8]>,
 }
 
@@ -30,6 +31,7 @@ pub struct RowsMut<'a> {
     row_bytes: usize,
     stride: usize,
     dtype: DType,
+    place: Memory,
     memory: PhantomData<&'a mut [u8]>,
 }
 
@@ -70,7 +72,43 @@ impl<'a> Rows<'a> {
         stride: usize,
         dtype: DType,
     ) -> Self {
-        Self { base, rows, row_bytes, stride, dtype, memory: PhantomData }
+        let place = Memory::Host;
+        Self { base, rows, row_bytes, stride, dtype, place, memory: PhantomData }
+    }
+
+    /// Rows in the memory of a GPU. Their bytes can be handed to operations, not looked at here.
+    ///
+    /// # Safety
+    /// Row `i` is `row_bytes` bytes at `base + i * stride` in memory of the GPU `ordinal`, valid for
+    /// `'a` and not written by anyone else in the order of the queues they are passed with.
+    #[cfg(feature = "cuda")]
+    pub unsafe fn from_device(
+        ordinal: usize,
+        base: u64,
+        rows: usize,
+        row_bytes: usize,
+        stride: usize,
+        dtype: DType,
+    ) -> Self {
+        let (base, place) = (base as *const u8, Memory::Cuda { ordinal });
+        Self { base, rows, row_bytes, stride, dtype, place, memory: PhantomData }
+    }
+
+    /// Where the rows lie.
+    pub fn place(&self) -> Memory {
+        self.place
+    }
+
+    /// The same rows in other memory: for views of a window, wherever it is.
+    pub(crate) fn at(mut self, place: Memory) -> Self {
+        self.place = place;
+        self
+    }
+
+    /// Before bytes are looked at.
+    fn on_host(&self) {
+        let place = self.place;
+        assert!(place == Memory::Host, "the rows are in the memory of a GPU ({place:?})");
     }
 
     /// The number of rows.
@@ -106,8 +144,9 @@ impl<'a> Rows<'a> {
     /// The bytes of row `i`.
     ///
     /// # Panics
-    /// When there is no such row, as indexing a slice does.
+    /// When there is no such row, as indexing a slice does, or the rows are on a GPU.
     pub fn bytes(&self, i: usize) -> &'a [u8] {
+        self.on_host();
         assert!(i < self.rows, "row {i} of {}", self.rows);
         // SAFETY: by the contract of `from_raw`; `i` is in range.
         unsafe { std::slice::from_raw_parts(self.base.add(i * self.stride), self.row_bytes) }
@@ -157,13 +196,52 @@ impl<'a> RowsMut<'a> {
         stride: usize,
         dtype: DType,
     ) -> Self {
-        Self { base, rows, row_bytes, stride, dtype, memory: PhantomData }
+        let place = Memory::Host;
+        Self { base, rows, row_bytes, stride, dtype, place, memory: PhantomData }
+    }
+
+    /// Rows in the memory of a GPU. Their bytes can be handed to operations, not looked at here.
+    ///
+    /// # Safety
+    /// Row `i` is `row_bytes` bytes at `base + i * stride` in memory of the GPU `ordinal`, valid for
+    /// `'a` and accessed by nobody else in the order of the queues they are passed with.
+    #[cfg(feature = "cuda")]
+    pub unsafe fn from_device(
+        ordinal: usize,
+        base: u64,
+        rows: usize,
+        row_bytes: usize,
+        stride: usize,
+        dtype: DType,
+    ) -> Self {
+        let (base, place) = (base as *mut u8, Memory::Cuda { ordinal });
+        Self { base, rows, row_bytes, stride, dtype, place, memory: PhantomData }
+    }
+
+    /// Where the rows lie.
+    pub fn place(&self) -> Memory {
+        self.place
+    }
+
+    /// The same rows in other memory: for views of a window, wherever it is.
+    pub(crate) fn at(mut self, place: Memory) -> Self {
+        self.place = place;
+        self
+    }
+
+    /// Before bytes are looked at.
+    fn on_host(&self) {
+        let place = self.place;
+        assert!(place == Memory::Host, "the rows are in the memory of a GPU ({place:?})");
     }
 
     /// The same rows to be read.
     pub fn as_rows(&self) -> Rows<'_> {
         // SAFETY: the exclusive borrow covers the shared one.
-        unsafe { Rows::from_raw(self.base, self.rows, self.row_bytes, self.stride, self.dtype) }
+        let rows = unsafe {
+            Rows::from_raw(self.base, self.rows, self.row_bytes, self.stride, self.dtype)
+        };
+        rows.at(self.place)
     }
 
     /// The number of rows.
@@ -199,8 +277,9 @@ impl<'a> RowsMut<'a> {
     /// The bytes of row `i`.
     ///
     /// # Panics
-    /// When there is no such row.
+    /// When there is no such row, or the rows are on a GPU.
     pub fn bytes_mut(&mut self, i: usize) -> &mut [u8] {
+        self.on_host();
         assert!(i < self.rows, "row {i} of {}", self.rows);
         // SAFETY: by the contract of `from_raw`; `i` is in range.
         unsafe { std::slice::from_raw_parts_mut(self.base.add(i * self.stride), self.row_bytes) }
@@ -232,6 +311,10 @@ impl<'a> RowsMut<'a> {
                     from.rows, from.row_bytes, from.dtype, self.rows, self.row_bytes, self.dtype
                 ),
             ));
+        }
+        if self.place != Memory::Host || from.place != Memory::Host {
+            let detail = "rows on a GPU are copied by its streams";
+            return Err(EpError::argument("copy_from", detail));
         }
         for i in 0..self.rows {
             self.bytes_mut(i).copy_from_slice(from.bytes(i));

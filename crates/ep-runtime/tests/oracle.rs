@@ -150,7 +150,7 @@ fn run_rank(ep: &Ep, oracle: &Oracle<'_>, how: How, outputs: &Outputs) -> Result
     let first = ep.dispatch(&queue, tokens.payload()?, route, &opts)?;
     check_received(oracle, rank, how, &first);
     let handle = first.handle().clone();
-    let owned = first.into_owned(&queue);
+    let owned = first.into_owned(&queue).unwrap();
     assert_eq!(
         owned.rows().len(),
         if how.capacity { owned.rows().len() } else { handle.num_rows() }

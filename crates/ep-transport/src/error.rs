@@ -21,6 +21,8 @@ pub enum ErrorKind {
     Aborted,
     /// The operating system refused.
     Os,
+    /// A call of a device's driver failed.
+    Device,
     /// This machine or build cannot do it.
     Unsupported,
 }
@@ -107,6 +109,18 @@ pub enum TransportError {
         /// What was tried.
         detail: String,
     },
+    /// A call of a device's driver failed.
+    #[error("{op}: {call} failed with code {code}: {detail}")]
+    Device {
+        /// The operation.
+        op: &'static str,
+        /// The driver's function.
+        call: &'static str,
+        /// The driver's code.
+        code: i32,
+        /// What it means, as far as is known.
+        detail: String,
+    },
     /// This machine, build or transport cannot do it.
     #[error("{op}: {detail}")]
     Unsupported {
@@ -131,6 +145,7 @@ impl TransportError {
             Self::PeerLost { .. } => ErrorKind::PeerLost,
             Self::Aborted { .. } => ErrorKind::Aborted,
             Self::Rendezvous { .. } | Self::Os { .. } => ErrorKind::Os,
+            Self::Device { .. } => ErrorKind::Device,
             Self::Unsupported { .. } => ErrorKind::Unsupported,
         }
     }
@@ -143,14 +158,14 @@ impl TransportError {
             Self::PeerLost { peer, .. } => Some(*peer),
             Self::Aborted { by, blames, .. } => Some(blames.unwrap_or(*by)),
             Self::Rendezvous { peer, .. } | Self::Os { peer, .. } => *peer,
-            Self::Argument { .. } | Self::Unsupported { .. } => None,
+            Self::Argument { .. } | Self::Device { .. } | Self::Unsupported { .. } => None,
         }
     }
 
-    /// The code of the operating system, if there is one.
+    /// The code of the operating system or driver, if there is one.
     pub fn code(&self) -> Option<i32> {
         match self {
-            Self::Os { code, .. } => Some(*code),
+            Self::Os { code, .. } | Self::Device { code, .. } => Some(*code),
             _ => None,
         }
     }

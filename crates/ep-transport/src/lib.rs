@@ -22,6 +22,8 @@ mod health;
 mod host_link;
 mod link;
 mod local;
+#[cfg(all(feature = "cuda", not(loom)))]
+mod nvlink;
 #[cfg(not(loom))]
 mod process;
 mod queue;
@@ -39,7 +41,11 @@ pub use group::{DEFAULT_TIMEOUT, Group};
 pub use health::{Fault, Health};
 #[cfg(not(loom))]
 pub use host_link::{HostLink, Region};
-pub use link::{Link, Mapping, Put, Reach, Transport, WindowSpec};
+#[cfg(feature = "cuda")]
+pub use link::StreamSide;
+pub use link::{Link, Mapping, Memory, Put, Reach, Transport, WindowSpec};
+#[cfg(all(feature = "cuda", not(loom)))]
+pub use nvlink::NvlinkTransport;
 #[cfg(not(loom))]
 pub use process::ProcessTransport;
 pub use queue::Queue;

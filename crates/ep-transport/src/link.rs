@@ -31,6 +31,33 @@ unsafe impl Send for Mapping {}
 // SAFETY: as above.
 unsafe impl Sync for Mapping {}
 
+/// Where memory is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Memory {
+    /// On the host: threads of this process load from it and store to it.
+    #[default]
+    Host,
+    /// On the GPU with this ordinal among those the process sees: only for kernels and copies.
+    Cuda {
+        /// The ordinal.
+        ordinal: usize,
+    },
+}
+
+/// What kernels on streams need of a link beyond its windows. Addresses are those of page-locked
+/// host memory, as the GPU sees it.
+#[cfg(feature = "cuda")]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StreamSide {
+    /// A `u32`: 0, then 1 for ever once waits were released because the group failed. Whoever comes
+    /// after a wait looks here before it believes what it waited for.
+    pub poisoned: u64,
+    /// `u64 [flags]`: a number that changes with every operation, for who waits for that flag, so
+    /// that the watchdog sees progress.
+    pub progress: u64,
+}
+
 /// How a peer's window is reached.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
@@ -98,6 +125,23 @@ pub trait Transport: Debug + Send + Sync {
 pub unsafe trait Link: Debug + Send + Sync {
     /// This rank's own window.
     fn window(&self) -> Mapping;
+
+    /// Where the windows are, this rank's and those it maps. If not on the host, their mappings are
+    /// addresses for the device.
+    fn memory(&self) -> Memory {
+        Memory::Host
+    }
+
+    /// What kernels need, if [`Link::signal`] and [`Link::wait`] take streams as queues.
+    ///
+    /// On a stream both return at once. The deadline of a wait then says how long it may take from
+    /// when the stream gets there; a wait that takes longer, or cannot end because the group has
+    /// failed, is released: the failure is told to the group and [`StreamSide::poisoned`] is set.
+    /// Both can be captured into graphs, whose replays are watched over in the same way.
+    #[cfg(feature = "cuda")]
+    fn stream_side(&self) -> Option<StreamSide> {
+        None
+    }
 
     /// How `peer`'s window is reached; for this rank itself, its own window.
     fn reach(&self, peer: usize) -> Reach;

@@ -139,7 +139,7 @@ fn decode(all: &[Vec<u8>]) -> Result<Vec<u64>> {
 }
 
 /// Differs between processes, on whatever hosts.
-fn process() -> u128 {
+pub(crate) fn process() -> u128 {
     static RANDOM: LazyLock<u128> = LazyLock::new(|| {
         // Keyed by the system's random numbers; a fresh state twice gives different keys.
         let half = |i: u32| u128::from(RandomState::new().hash_one(i));

@@ -17,6 +17,16 @@ const PORTABLE_MAPPED: u32 = 1 | 2;
 /// `repr(C)`, no padding, no pointer or niche: any bytes are a valid value.
 pub unsafe trait Plain: Copy + Send + Sync + 'static {}
 
+macro_rules! plain_integers {
+    ($($name:ty),*) => {
+        $(
+            // SAFETY: an integer, of which any bytes are a value.
+            unsafe impl Plain for $name {}
+        )*
+    };
+}
+plain_integers!(u8, i32, u32, i64, u64);
+
 /// Page-locked host memory that kernels of any GPU write through the same address.
 pub struct MappedHost<T: Plain> {
     at: NonNull<T>,

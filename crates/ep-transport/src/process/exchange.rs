@@ -4,7 +4,7 @@
 //! meanwhile it answers whoever calls. Nobody waits without answering, so all get through, with a
 //! handful of descriptors open at a time.
 
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -22,33 +22,59 @@ const SLICE: Duration = Duration::from_millis(10);
 /// So many callers beyond the ranks may be silent; then the oldest is dropped.
 const STRANGERS: usize = 64;
 
-pub(super) struct Exchange<'a> {
+/// Memory whose descriptor can be sent, and what mapping it gives.
+pub(crate) trait Shared {
+    type Mapped;
+    fn fd(&self) -> BorrowedFd<'_>;
+    /// Maps this rank's own.
+    fn map(&self) -> Result<Self::Mapped>;
+    /// Maps that of `peer`, after checking that it is what a peer sends.
+    fn map_foreign(&self, peer: usize, fd: OwnedFd) -> Result<Self::Mapped>;
+}
+
+impl Shared for Memfd {
+    type Mapped = Arc<dyn Region>;
+
+    fn fd(&self) -> BorrowedFd<'_> {
+        Memfd::fd(self)
+    }
+
+    fn map(&self) -> Result<Arc<dyn Region>> {
+        Memfd::map(self)
+    }
+
+    fn map_foreign(&self, _peer: usize, fd: OwnedFd) -> Result<Arc<dyn Region>> {
+        map_foreign(fd.as_fd(), self.bytes())
+    }
+}
+
+pub(crate) struct Exchange<'a, S: Shared> {
     group: &'a Group,
     cards: &'a [Card],
-    own: Memfd,
+    own: S,
     listener: Listener,
     deadline: Deadline,
-    regions: Vec<Option<Arc<dyn Region>>>,
+    regions: Vec<Option<S::Mapped>>,
     /// The rank being called.
     host: Option<(usize, OwnedFd)>,
     /// Those who call and have not said who they are.
     guests: Vec<OwnedFd>,
 }
 
-impl<'a> Exchange<'a> {
-    pub(super) fn new(
+impl<'a, S: Shared> Exchange<'a, S> {
+    pub(crate) fn new(
         group: &'a Group,
         cards: &'a [Card],
-        own: Memfd,
+        own: S,
         listener: Listener,
         deadline: Deadline,
     ) -> Self {
-        let regions = vec![None; cards.len()];
+        let regions = cards.iter().map(|_| None).collect();
         Self { group, cards, own, listener, deadline, regions, host: None, guests: Vec::new() }
     }
 
     /// All regions, by rank.
-    pub(super) fn run(&mut self) -> Result<Vec<Arc<dyn Region>>> {
+    pub(crate) fn run(&mut self) -> Result<Vec<S::Mapped>> {
         self.regions[self.group.rank()] = Some(self.own.map()?);
         loop {
             self.call_next()?;
@@ -145,7 +171,7 @@ impl<'a> Exchange<'a> {
                 Ok(None) => index += 1,
                 Ok(Some((packet, fd))) => {
                     let guest = self.guests.swap_remove(index);
-                    self.answer(&guest, &packet, &fd)?;
+                    self.answer(&guest, &packet, fd)?;
                 }
                 Err(e @ (Errno::MFILE | Errno::NFILE)) => {
                     return Err(os("receiving a peer's window", e));
@@ -158,7 +184,7 @@ impl<'a> Exchange<'a> {
         Ok(())
     }
 
-    fn answer(&mut self, guest: &OwnedFd, packet: &[u8; PACKET], fd: &OwnedFd) -> Result<()> {
+    fn answer(&mut self, guest: &OwnedFd, packet: &[u8; PACKET], fd: OwnedFd) -> Result<()> {
         let (token, peer) = (&packet[..16], rank_of(packet));
         let mine = &self.cards[self.group.rank()];
         let expected = peer > self.group.rank()
@@ -170,7 +196,7 @@ impl<'a> Exchange<'a> {
         }
         send(guest, &self.packet(&self.cards[peer].token), self.own.fd())
             .map_err(|e| self.failed(peer, e))?;
-        self.regions[peer] = Some(map_foreign(fd.as_fd(), self.own.bytes())?);
+        self.regions[peer] = Some(self.own.map_foreign(peer, fd)?);
         Ok(())
     }
 
@@ -185,7 +211,7 @@ impl<'a> Exchange<'a> {
         if packet[..16] != mine.token || rank_of(&packet) != peer {
             return Err(self.failed(peer, Errno::BADMSG));
         }
-        self.regions[peer] = Some(map_foreign(fd.as_fd(), self.own.bytes())?);
+        self.regions[peer] = Some(self.own.map_foreign(peer, fd)?);
         self.host = None;
         Ok(())
     }

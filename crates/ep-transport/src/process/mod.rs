@@ -13,6 +13,7 @@ use crate::rendezvous::host::{HostId, random};
 use crate::tcp::ranks_text;
 use crate::{Deadline, Group, Link, Result, Transport, TransportError, WindowSpec};
 use exchange::Exchange;
+pub(crate) use exchange::Shared;
 use memfd::Memfd;
 use socket::{Listener, Name};
 
@@ -66,23 +67,34 @@ impl Transport for ProcessTransport {
     fn open(&self, group: &Group, spec: WindowSpec, deadline: Deadline) -> Result<Arc<dyn Link>> {
         spec.agree(group, self.name(), deadline)?;
         let bytes = HostLink::region_bytes(spec, group.world())?;
-        let prepared = Memfd::create(bytes).and_then(|own| Ok((own, Listener::bind()?)));
-        let problem = prepared.as_ref().err().map(problem);
-        let name = prepared.as_ref().map_or(Name::None, |(_, listener)| listener.name().clone());
-        let user = rustix::process::geteuid().as_raw();
-        let card = Card { host: HostId::here(), user, name, token: random(), problem };
-        let bytes_of_card = postcard::to_stdvec(&card).map_err(|_| unreadable(group.rank()))?;
-        let all = group.all_gather_within(OP, &bytes_of_card, deadline)?;
-        // From here on every rank reaches the same verdict about the cards.
-        let cards = read(&all)?;
-        let (own, listener) = prepared?;
-        let mut exchange = Exchange::new(group, &cards, own, listener, deadline);
-        let regions = exchange.run().inspect_err(|error| group.report(error))?;
-        drop(exchange);
-        // Nobody uses a window before all are mapped everywhere.
-        group.all_gather_within(OP, &[], deadline)?;
+        let regions = share(group, Memfd::create(bytes), deadline)?;
         Ok(Arc::new(HostLink::new(group, spec, regions)?.bulk(self.bulk)))
     }
+}
+
+/// Exchanges memory with all ranks, which are processes of this host. A rank that has none (an
+/// error) is everyone's error.
+pub(crate) fn share<S: Shared>(
+    group: &Group,
+    own: Result<S>,
+    deadline: Deadline,
+) -> Result<Vec<S::Mapped>> {
+    let prepared = own.and_then(|own| Ok((own, Listener::bind()?)));
+    let problem = prepared.as_ref().err().map(problem);
+    let name = prepared.as_ref().map_or(Name::None, |(_, listener)| listener.name().clone());
+    let user = rustix::process::geteuid().as_raw();
+    let card = Card { host: HostId::here(), user, name, token: random(), problem };
+    let bytes_of_card = postcard::to_stdvec(&card).map_err(|_| unreadable(group.rank()))?;
+    let all = group.all_gather_within(OP, &bytes_of_card, deadline)?;
+    // From here on every rank reaches the same verdict about the cards.
+    let cards = read(&all)?;
+    let (own, listener) = prepared?;
+    let mut exchange = Exchange::new(group, &cards, own, listener, deadline);
+    let regions = exchange.run().inspect_err(|error| group.report(error))?;
+    drop(exchange);
+    // Nobody uses a window before all are mapped everywhere.
+    group.all_gather_within(OP, &[], deadline)?;
+    Ok(regions)
 }
 
 /// What the others need to make the same error of it.

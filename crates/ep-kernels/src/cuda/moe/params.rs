@@ -157,6 +157,9 @@ pub struct MoeLane {
     /// The first wrong choice of the layout in progress: `(token * K + k) << 2 | status`, all ones
     /// if none.
     pub bad_choice: u64,
+    /// Not 0 if the operation in progress was refused. Kernels that come after the peers' `Done` look
+    /// here: announcements may be those of the next operation by then.
+    pub refused: u64,
 }
 
 /// How an operation went, in host memory. The announcements of all ranks follow it if the verdict
@@ -261,6 +264,8 @@ pub struct MoeOp {
     /// `u64` in host memory that changes with every operation, so that a watchdog sees progress; may
     /// be 0.
     pub progress: u64,
+    /// The lane's number.
+    pub lane_index: u64,
 }
 
 macro_rules! plain {
@@ -288,12 +293,12 @@ const _: () = assert!(size_of::<MoeHeader>() == 2 * 4 + 6 * 8 + 2 * 4 + 8);
 const _: () = assert!(size_of::<MoeShape>() == 10 * 8 + 10 * 4);
 const _: () = assert!(size_of::<MoeRouting>() == 18 * 8 + 2 * 4);
 const _: () = assert!(size_of::<MoeHandleHeader>() == 2 * 8 + 4 * 4);
-const _: () = assert!(size_of::<MoeLane>() == 16);
+const _: () = assert!(size_of::<MoeLane>() == 24);
 const _: () = assert!(size_of::<MoeReport>() == 3 * 8 + 4 * 4);
 const _: () = assert!(size_of::<MoeRowFormat>() == 32);
 const _: () = assert!(size_of::<MoeExpertFormat>() == 24);
 const _: () = assert!(size_of::<MoeOutFormat>() == 16);
-const _: () = assert!(size_of::<MoeOp>() == 40);
+const _: () = assert!(size_of::<MoeOp>() == 48);
 
 /// The layouts of the structs above, for every source that has `moe.cuh`.
 pub(crate) const SHARED: [Layout; 10] = [
@@ -355,7 +360,7 @@ pub(crate) const SHARED: [Layout; 10] = [
         reserved
     }),
     layout!(MoeHandleHeader { id, layout, status, rows, expert_rows, tokens }),
-    layout!(MoeLane { sequence, bad_choice }),
+    layout!(MoeLane { sequence, bad_choice, refused }),
     layout!(MoeReport { ticket, sequence, needed, verdict, rank, what, reserved }),
     layout!(MoeRowFormat {
         payload_bytes,
@@ -369,7 +374,7 @@ pub(crate) const SHARED: [Layout; 10] = [
     }),
     layout!(MoeExpertFormat { payload_bytes, scales_at, scale_bytes, weight_at, row_at, stride }),
     layout!(MoeOutFormat { payload_bytes, weights_at, weights, stride }),
-    layout!(MoeOp { lane, mailboxes, report, ticket, progress }),
+    layout!(MoeOp { lane, mailboxes, report, ticket, progress, lane_index }),
 ];
 
 impl MoeRowFormat {

@@ -1,0 +1,189 @@
+// Layout: where every token of this rank goes, and its announcement to all ranks. Two kernels, the
+// second relies on the end of the first. The twin of `Layout::compute`.
+
+struct MoeLayoutParams {
+    MoeShape shape;
+    MoeRouting routing;
+    MoeOp op;
+    MoeHeader header;
+    u64 ids, weights, scratch;
+    u32 kind, physical_ids, shared_words, reserved;
+};
+
+EP_CHECK_SIZE(MoeLayoutParams);
+EP_CHECK_FIELD(MoeLayoutParams, shape);
+EP_CHECK_FIELD(MoeLayoutParams, routing);
+EP_CHECK_FIELD(MoeLayoutParams, op);
+EP_CHECK_FIELD(MoeLayoutParams, header);
+EP_CHECK_FIELD(MoeLayoutParams, ids);
+EP_CHECK_FIELD(MoeLayoutParams, weights);
+EP_CHECK_FIELD(MoeLayoutParams, scratch);
+EP_CHECK_FIELD(MoeLayoutParams, kind);
+EP_CHECK_FIELD(MoeLayoutParams, physical_ids);
+EP_CHECK_FIELD(MoeLayoutParams, shared_words);
+EP_CHECK_FIELD(MoeLayoutParams, reserved);
+
+typedef const MoeLayoutParams &Params;
+
+#define OUT_OF_RANGE 1
+#define DUPLICATE 2
+
+__device__ inline long long layout_id(Params p, u64 choice) {
+    if (p.kind == 2) return ((const long long *)p.ids)[choice];
+    int id = ((const int *)p.ids)[choice];
+    return p.kind == 1 || id == -1 ? (long long)id : (long long)(u32)id;
+}
+
+__device__ inline void layout_bad(Params p, u64 choice, u32 status) {
+    atomicMin(&((MoeLane *)p.op.lane)->bad_choice, choice << 2 | status);
+}
+
+// The physical expert of a choice, -1 if there is none.
+__device__ inline int layout_expert(Params p, u32 token, u64 choice) {
+    long long id = layout_id(p, choice);
+    if (id == -1) return -1;
+    long long limit = p.physical_ids ? p.shape.physical : p.shape.experts;
+    if (id < 0 || id >= limit) {
+        layout_bad(p, choice, OUT_OF_RANGE);
+        return -1;
+    }
+    if (p.physical_ids) return (int)id;
+    u32 from = ((const u32 *)p.shape.replica_offsets)[id];
+    u32 replicas = ((const u32 *)p.shape.replica_offsets)[id + 1] - from;
+    u32 which = replicas == 1 ? 0 : (u32)(((u64)p.shape.rank + token) % replicas);
+    return ((const u32 *)p.shape.replicas)[from + which];
+}
+
+extern "C" __global__ void __launch_bounds__(512, 1)
+    moe_layout_count(const __grid_constant__ MoeLayoutParams p) {
+    extern __shared__ __align__(16) u32 shared[];
+    u32 tokens = p.routing.tokens, topk = p.shape.topk, experts = p.shape.physical;
+    MoeTiles t = tiles_of(p.scratch, experts + p.shape.world, tokens, p.shared_words, shared);
+    int *physical = (int *)p.routing.physical;
+    float *weights = (float *)p.routing.weights;
+    for (u32 base = t.first; base < t.end; base += 32) {
+        u32 token = base + (threadIdx.x & 31);
+        u64 first = (u64)token * topk;
+        if (token < t.end) {
+            for (u32 k = 0; k < topk; k++) {
+                int expert = layout_expert(p, token, first + k);
+                physical[first + k] = expert;
+                weights[first + k] = p.weights ? ((const float *)p.weights)[first + k] : 1.0f;
+                if (expert < 0) continue;
+                if (tile_mark(t, expert)) layout_bad(p, first + k, DUPLICATE);
+                tile_mark(t, experts + ((const u32 *)p.shape.rank_of)[expert]);
+            }
+        }
+        __syncwarp();
+        if (token < t.end) {
+            for (u32 k = 0; k < topk; k++) {
+                int expert = physical[first + k];
+                if (expert < 0) continue;
+                tile_take(t, expert);
+                tile_take(t, experts + ((const u32 *)p.shape.rank_of)[expert]);
+            }
+        }
+        __syncwarp();
+    }
+    tiles_publish(t);
+}
+
+// The destinations of a token, ascending, and its choices in the order of experts.
+__device__ void layout_token(Params p, const MoeTiles &t, u32 token) {
+    u32 topk = p.shape.topk, fan_out = p.shape.fan_out, experts = p.shape.physical;
+    const int *physical = (const int *)p.routing.physical + (u64)token * topk;
+    const u32 *rank_of = (const u32 *)p.shape.rank_of;
+    u32 *index = (u32 *)p.routing.expert_index + (u64)token * topk;
+    int *order = (int *)p.routing.order + (u64)token * topk;
+    u32 chosen = 0;
+    for (u32 k = 0; k < topk; k++) {
+        int expert = physical[k];
+        index[k] = expert < 0 ? 0 : tile_before(t, expert);
+        if (expert < 0) continue;
+        chosen++;
+        u32 place = 0;
+        for (u32 other = 0; other < topk; other++) {
+            int theirs = physical[other];
+            place += theirs >= 0 && theirs < expert;
+        }
+        order[place] = k;
+    }
+    for (u32 k = chosen; k < topk; k++) order[k] = -1;
+    int *dest_rank = (int *)p.routing.dest_rank + (u64)token * fan_out;
+    u32 *dest_index = (u32 *)p.routing.dest_index + (u64)token * fan_out;
+    // Physical experts are numbered rank by rank, so their order is that of ranks.
+    u32 found = 0;
+    int last = -1;
+    for (u32 j = 0; j < chosen; j++) {
+        int rank = rank_of[physical[order[j]]];
+        if (rank == last) continue;
+        last = rank;
+        dest_rank[found] = rank;
+        dest_index[found] = tile_before(t, experts + rank);
+        found++;
+    }
+    for (u32 f = found; f < fan_out; f++) {
+        dest_rank[f] = -1;
+        dest_index[f] = 0;
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(512, 1)
+    moe_layout_place(const __grid_constant__ MoeLayoutParams p) {
+    extern __shared__ __align__(16) u32 shared[];
+    u32 tokens = p.routing.tokens, topk = p.shape.topk, experts = p.shape.physical;
+    u32 world = p.shape.world, columns = experts + world;
+    MoeTiles t = tiles_of(p.scratch, columns, tokens, p.shared_words, shared);
+    const MoeLane *lane = (const MoeLane *)p.op.lane;
+    u64 bad = lane->bad_choice, sequence = lane->sequence + 1;
+    bool good = bad == ~0ull;
+    MoeHeader header = p.header;
+    header.sequence = sequence;
+    if (!good) {
+        u64 choice = bad >> 2;
+        header.status = (u32)(bad & 3);
+        header.bad_token = (u32)(choice / topk);
+        header.bad_id = layout_id(p, choice);
+    }
+    // The announcement: to the ranks dealt to this block.
+    u64 own = ((const u64 *)p.shape.windows)[p.shape.rank];
+    for (u32 peer = blockIdx.x; peer < world; peer += gridDim.x) {
+        u64 to = ((const u64 *)p.shape.windows)[peer] + (p.op.mailboxes - own) + p.shape.rank * p.shape.message;
+        u32 *counts = (u32 *)(to + sizeof(MoeHeader));
+        for (u32 c = threadIdx.x; c < columns; c += blockDim.x)
+            counts[c] = good ? tiles_total(t, c, gridDim.x) : 0;
+        if (threadIdx.x == 0) *(MoeHeader *)to = header;
+    }
+    if (blockIdx.x == 0) {
+        for (u32 c = threadIdx.x; c < columns; c += blockDim.x) {
+            u32 total = good ? tiles_total(t, c, gridDim.x) : 0;
+            if (c < experts) ((u32 *)p.routing.expert_counts)[c] = total;
+            else ((u32 *)p.routing.rank_counts)[c - experts] = total;
+        }
+        if (threadIdx.x == 0 && p.op.progress) *(volatile u64 *)p.op.progress = sequence;
+    }
+    if (!good) return;
+    tiles_resume(t);
+    const int *physical = (const int *)p.routing.physical;
+    for (u32 base = t.first; base < t.end; base += 32) {
+        u32 token = base + (threadIdx.x & 31);
+        u64 first = (u64)token * topk;
+        bool here = token < t.end;
+        for (u32 k = 0; here && k < topk; k++) {
+            int expert = physical[first + k];
+            if (expert < 0) continue;
+            tile_mark(t, expert);
+            tile_mark(t, experts + ((const u32 *)p.shape.rank_of)[expert]);
+        }
+        __syncwarp();
+        if (here) layout_token(p, t, token);
+        __syncwarp();
+        for (u32 k = 0; here && k < topk; k++) {
+            int expert = physical[first + k];
+            if (expert < 0) continue;
+            tile_take(t, expert);
+            tile_take(t, experts + ((const u32 *)p.shape.rank_of)[expert]);
+        }
+        __syncwarp();
+    }
+}

@@ -1,0 +1,256 @@
+// What is decided from all ranks' announcements, and the announcement of operations without counts.
+
+struct MoeAnnounceParams {
+    MoeShape shape;
+    MoeOp op;
+    MoeHeader header;
+    u64 handle;
+};
+
+struct MoePlanParams {
+    MoeShape shape;
+    MoeRouting routing;
+    MoeOp op;
+    u64 summary, scratch;
+    u32 alignment, reserved;
+};
+
+struct MoeTailParams {
+    MoeShape shape;
+    MoeRouting routing;
+    MoeOp op;
+    MoeRowFormat row;
+    MoeExpertFormat expert;
+    u32 expert_major, reserved;
+};
+
+EP_CHECK_SIZE(MoeAnnounceParams);
+EP_CHECK_FIELD(MoeAnnounceParams, shape);
+EP_CHECK_FIELD(MoeAnnounceParams, op);
+EP_CHECK_FIELD(MoeAnnounceParams, header);
+EP_CHECK_FIELD(MoeAnnounceParams, handle);
+EP_CHECK_SIZE(MoePlanParams);
+EP_CHECK_FIELD(MoePlanParams, shape);
+EP_CHECK_FIELD(MoePlanParams, routing);
+EP_CHECK_FIELD(MoePlanParams, op);
+EP_CHECK_FIELD(MoePlanParams, summary);
+EP_CHECK_FIELD(MoePlanParams, scratch);
+EP_CHECK_FIELD(MoePlanParams, alignment);
+EP_CHECK_FIELD(MoePlanParams, reserved);
+EP_CHECK_SIZE(MoeTailParams);
+EP_CHECK_FIELD(MoeTailParams, shape);
+EP_CHECK_FIELD(MoeTailParams, routing);
+EP_CHECK_FIELD(MoeTailParams, op);
+EP_CHECK_FIELD(MoeTailParams, row);
+EP_CHECK_FIELD(MoeTailParams, expert);
+EP_CHECK_FIELD(MoeTailParams, expert_major);
+EP_CHECK_FIELD(MoeTailParams, reserved);
+
+#define HANDLE_REFUSED 3
+
+extern "C" __global__ void __launch_bounds__(1024, 1)
+    moe_announce(const __grid_constant__ MoeAnnounceParams p) {
+    MoeLane *lane = (MoeLane *)p.op.lane;
+    MoeHeader header = p.header;
+    header.sequence = lane->sequence + 1;
+    if (p.handle) {
+        const MoeHandleHeader *handle = (const MoeHandleHeader *)p.handle;
+        header.handle = handle->id;
+        if (handle->status) header.status = HANDLE_REFUSED;
+    }
+    u64 own = ((const u64 *)p.shape.windows)[p.shape.rank];
+    for (u32 peer = threadIdx.x; peer < p.shape.world; peer += blockDim.x) {
+        u64 window = ((const u64 *)p.shape.windows)[peer];
+        *(MoeHeader *)(window + (p.op.mailboxes - own) + p.shape.rank * p.shape.message) = header;
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        lane->sequence = header.sequence;
+        if (p.op.progress) *(volatile u64 *)p.op.progress = header.sequence;
+    }
+}
+
+typedef const MoePlanParams &Params;
+
+__device__ inline u64 plan_padded(u64 count, u32 alignment) {
+    return alignment > 1 ? (count + alignment - 1) / alignment * alignment : count;
+}
+
+// What a block finds out together.
+struct PlanFound {
+    u64 needed;
+    u32 first, overflow;
+};
+
+// Whether some `rows(r)` exceeds `reserved`: the first such rank and the most rows of any.
+template <typename F>
+__device__ bool plan_over(PlanFound &found, u32 ranks, u64 reserved, F rows) {
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        found.needed = 0;
+        found.first = 0xffffffffu;
+    }
+    __syncthreads();
+    for (u32 r = threadIdx.x; r < ranks; r += blockDim.x) {
+        u64 n = rows(r);
+        atomicMax(&found.needed, n);
+        if (n > reserved) atomicMin(&found.first, r);
+    }
+    __syncthreads();
+    return found.first != 0xffffffffu;
+}
+
+// Sums the columns of all ranks' counts. `experts` and `ranks` take the totals.
+__device__ void plan_sum(Params p, u64 *experts, u64 *ranks, PlanFound &found) {
+    u32 physical = p.shape.physical, world = p.shape.world, me = p.shape.rank;
+    for (u32 c = threadIdx.x; c < physical + world; c += blockDim.x) {
+        u64 total = 0, before = 0;
+        for (u32 source = 0; source < world; source++) {
+            if (source == me) before = total;
+            const u32 *counts = (const u32 *)(moe_mailbox(p.shape, p.op, source) + 1);
+            total += counts[c];
+            if (c == physical + me) ((u32 *)p.routing.received)[source] = counts[c];
+        }
+        if (total > 0x7fffffff) atomicOr(&found.overflow, 1);
+        if (c < physical) {
+            experts[c] = total;
+            ((u32 *)p.routing.expert_base)[c] = before;
+        } else {
+            ranks[c - physical] = total;
+            ((u32 *)p.routing.sent_base)[c - physical] = before;
+        }
+    }
+    __syncthreads();
+}
+
+// A warp per rank: the first row of each of its experts, and how many rows it has with padding.
+__device__ void plan_offsets(Params p, const u64 *experts, u64 *rows) {
+    u32 warps = blockDim.x / 32, lane = threadIdx.x & 31, alignment = p.alignment ? p.alignment : 1;
+    const u32 *base = (const u32 *)p.shape.base;
+    for (u32 rank = threadIdx.x / 32; rank < p.shape.world; rank += warps) {
+        bool own = rank == p.shape.rank;
+        if (!own && p.alignment == 0) continue;
+        u64 start = 0;
+        for (u32 first = base[rank]; first < base[rank + 1]; first += 32) {
+            u32 e = first + lane;
+            bool here = e < base[rank + 1];
+            u64 count = here ? experts[e] : 0, padded = plan_padded(count, alignment), sum = padded;
+            for (u32 step = 1; step < 32; step *= 2) {
+                u64 below = __shfl_up_sync(0xffffffffu, sum, step);
+                if (lane >= step) sum += below;
+            }
+            u64 at = start + sum - padded;
+            int clamped = at > 0x7fffffff ? 0x7fffffff : (int)at;
+            if (here && p.alignment) ((int *)p.routing.expert_offsets)[e] = clamped;
+            if (here && own) {
+                ((int *)p.routing.offsets)[e - base[rank]] = clamped;
+                ((int *)p.routing.counts)[e - base[rank]] = (int)count;
+            }
+            start += __shfl_sync(0xffffffffu, sum, 31);
+        }
+        if (lane == 0) {
+            rows[rank] = start;
+            if (own) ((int *)p.routing.offsets)[p.shape.local_experts] = start > 0x7fffffff ? 0x7fffffff : (int)start;
+        }
+    }
+    __syncthreads();
+}
+
+__device__ void plan_summary(Params p, u32 rows, u32 expert_rows) {
+    int *to = (int *)p.summary;
+    u32 experts = p.shape.local_experts, world = p.shape.world;
+    if (threadIdx.x == 0) {
+        to[0] = rows;
+        to[1] = expert_rows;
+    }
+    to += 2;
+    for (u32 e = threadIdx.x; e < experts; e += blockDim.x) to[e] = ((const int *)p.routing.counts)[e];
+    to += experts;
+    for (u32 e = threadIdx.x; e <= experts; e += blockDim.x) to[e] = ((const int *)p.routing.offsets)[e];
+    to += experts + 1;
+    for (u32 r = threadIdx.x; r < world; r += blockDim.x) {
+        to[r] = ((const int *)p.routing.received)[r];
+        to[world + r] = ((const int *)p.routing.rank_counts)[r];
+    }
+}
+
+// One block. The verdict on an uncached dispatch, and every row's place.
+extern "C" __global__ void __launch_bounds__(1024, 1) moe_plan(const __grid_constant__ MoePlanParams p) {
+    __shared__ PlanFound found;
+    u64 *experts = (u64 *)p.scratch, *ranks = experts + p.shape.physical, *padded = ranks + p.shape.world;
+    if (threadIdx.x == 0) found.overflow = 0;
+    bool poisoned = __syncthreads_or(threadIdx.x == 0 && moe_poisoned(p.shape));
+    bool agreed = moe_agreed(p.shape, p.op);
+    MoeReport report = {};
+    report.verdict = poisoned ? MOE_POISONED : agreed ? MOE_OK : MOE_DISAGREE;
+    if (report.verdict == MOE_OK) {
+        plan_sum(p, experts, ranks, found);
+        plan_offsets(p, experts, padded);
+        bool over = false;
+        if (found.overflow) {
+            over = true;
+            report.what = 2;
+            report.needed = 0x80000000ull;
+        } else if (plan_over(found, p.shape.world, p.shape.max_rows, [&](u32 r) { return ranks[r]; })) {
+            over = true;
+            report.rank = found.first;
+            report.needed = found.needed;
+        } else if (p.alignment && plan_over(found, p.shape.world, p.shape.max_expert_rows,
+                                            [&](u32 r) { return padded[r]; })) {
+            over = true;
+            report.what = 1;
+            report.rank = found.first;
+            report.needed = found.needed;
+        }
+        if (over) report.verdict = MOE_CAPACITY;
+    }
+    bool good = report.verdict == MOE_OK;
+    u32 rows = good ? (u32)ranks[p.shape.rank] : 0;
+    u32 expert_rows = good && p.alignment ? (u32)padded[p.shape.rank] : 0;
+    if (good) plan_summary(p, rows, expert_rows);
+    __threadfence_system();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        MoeLane *lane = (MoeLane *)p.op.lane;
+        const MoeHeader *own = moe_mailbox(p.shape, p.op, p.shape.rank);
+        MoeHandleHeader *header = (MoeHandleHeader *)p.routing.header;
+        lane->sequence += 1;
+        lane->bad_choice = ~0ull;
+        lane->refused = !good;
+        header->id = p.op.lane_index << 48 | lane->sequence;
+        header->layout = own->layout;
+        header->status = !good;
+        header->rows = rows;
+        header->expert_rows = expert_rows;
+        header->tokens = p.routing.tokens;
+    }
+    __syncthreads();
+    moe_report(p.shape, p.op, report);
+}
+
+// Marks the rows behind the last as rows without ids and source.
+extern "C" __global__ void __launch_bounds__(1024, 1) moe_mark_tail(const __grid_constant__ MoeTailParams p) {
+    bool bad = moe_poisoned(p.shape) || ((const MoeLane *)p.op.lane)->refused != 0;
+    if (__syncthreads_or(bad)) return;
+    const MoeHandleHeader *header = (const MoeHandleHeader *)p.routing.header;
+    u32 lane = threadIdx.x & 31, warp = (blockIdx.x * blockDim.x + threadIdx.x) / 32;
+    u32 warps = gridDim.x * blockDim.x / 32;
+    if (p.expert_major) {
+        u64 base = moe_expert_rows(p.shape, p.op, p.shape.rank);
+        for (u32 row = header->expert_rows + warp * 32 + lane; row < p.shape.max_expert_rows; row += warps * 32) {
+            u64 at = base + (u64)row * p.expert.stride;
+            *(u32 *)(at + p.expert.weight_at) = 0;
+            *(int *)(at + p.expert.row_at) = -1;
+        }
+        return;
+    }
+    u64 base = moe_rank_rows(p.shape, p.op, p.shape.rank);
+    for (u32 row = header->rows + warp; row < p.shape.max_rows; row += warps) {
+        u64 at = base + (u64)row * p.row.stride;
+        for (u32 k = lane; k < p.shape.topk; k += 32) {
+            ((int *)(at + p.row.ids_at))[k] = -1;
+            ((u32 *)(at + p.row.weights_at))[k] = 0;
+        }
+        if (lane < 2) ((int *)(at + p.row.source_at))[lane] = -1;
+    }
+}

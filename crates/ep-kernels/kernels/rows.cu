@@ -1,0 +1,309 @@
+// Dispatch and expand: every row is read once and written to all its places. Dispatch: from a
+// token's payload to one row at each of its ranks. Expand: from a received row to the rows of its
+// local experts, all on this rank.
+//
+// A warp moves one piece of a row at a time; no warp waits for another. Published by the kernel's
+// end: the stream raises flags only behind it.
+
+struct MoeRowsParams {
+    MoeShape shape;
+    MoeRouting routing;
+    MoeOp op;
+    MoeRowFormat row;
+    MoeExpertFormat expert;
+    u64 payload, payload_stride, scales, scales_stride;
+    u32 check, chunk, pieces, reserved;
+};
+
+EP_CHECK_SIZE(MoeRowsParams);
+EP_CHECK_FIELD(MoeRowsParams, shape);
+EP_CHECK_FIELD(MoeRowsParams, routing);
+EP_CHECK_FIELD(MoeRowsParams, op);
+EP_CHECK_FIELD(MoeRowsParams, row);
+EP_CHECK_FIELD(MoeRowsParams, expert);
+EP_CHECK_FIELD(MoeRowsParams, payload);
+EP_CHECK_FIELD(MoeRowsParams, payload_stride);
+EP_CHECK_FIELD(MoeRowsParams, scales);
+EP_CHECK_FIELD(MoeRowsParams, scales_stride);
+EP_CHECK_FIELD(MoeRowsParams, check);
+EP_CHECK_FIELD(MoeRowsParams, chunk);
+EP_CHECK_FIELD(MoeRowsParams, pieces);
+EP_CHECK_FIELD(MoeRowsParams, reserved);
+
+typedef const MoeRowsParams &Params;
+
+// Whether rows move. All threads of the block get the same answer.
+template <bool EXPAND>
+__device__ bool rows_may_move(Params p) {
+    bool poisoned = moe_poisoned(p.shape);
+    bool good = ((const MoeHandleHeader *)p.routing.header)->status == 0;
+    if (EXPAND) {
+        good = good && ((const MoeLane *)p.op.lane)->refused == 0;
+    } else if (p.check) {
+        good = moe_agreed(p.shape, p.op);
+        moe_verdict(p.shape, p.op, poisoned, good);
+    }
+    return !__syncthreads_or(poisoned || !good);
+}
+
+// For dispatch, where this rank's rows start at each rank.
+template <bool EXPAND>
+__device__ void rows_fill_table(Params p, u64 *table) {
+    if (!EXPAND) {
+        for (u32 r = threadIdx.x; r < p.shape.world; r += blockDim.x)
+            table[r] = moe_rank_rows(p.shape, p.op, r) +
+                       (u64)((const u32 *)p.routing.sent_base)[r] * p.row.stride;
+    } else if (threadIdx.x == 0) {
+        table[0] = moe_rank_rows(p.shape, p.op, p.shape.rank);
+        table[1] = moe_expert_rows(p.shape, p.op, p.shape.rank);
+    }
+    __syncthreads();
+}
+
+template <bool EXPAND>
+__device__ u32 rows_count(Params p) {
+    return EXPAND ? ((const MoeHandleHeader *)p.routing.header)->rows : p.routing.tokens;
+}
+
+// The most places of a row.
+template <bool EXPAND>
+__device__ u32 rows_width(Params p) {
+    return EXPAND ? p.shape.topk : p.shape.fan_out;
+}
+
+// The address of place `j` of row `row`, 0 behind the last; `rank` is whose it is.
+template <bool EXPAND>
+__device__ u64 rows_place(Params p, const u64 *table, u32 row, u32 j, int &rank) {
+    if (EXPAND) {
+        if (j >= p.shape.topk) return 0;
+        int position = ((const int *)p.routing.positions)[(u64)row * p.shape.topk + j];
+        if (position < 0 || (u32)position >= p.shape.max_expert_rows) return 0;
+        return table[1] + (u64)position * p.expert.stride;
+    }
+    if (j >= p.shape.fan_out) return 0;
+    u64 at = (u64)row * p.shape.fan_out + j;
+    rank = ((const int *)p.routing.dest_rank)[at];
+    if (rank < 0) return 0;
+    u32 index = ((const u32 *)p.routing.dest_index)[at];
+    // Never beyond a slot, whatever a handle holds.
+    if (((const u32 *)p.routing.sent_base)[rank] + index >= p.shape.max_rows) return 0;
+    return table[rank] + (u64)index * p.row.stride;
+}
+
+template <bool EXPAND>
+__device__ u64 rows_source(Params p, const u64 *table, u32 row) {
+    return EXPAND ? table[0] + (u64)row * p.row.stride : p.payload + (u64)row * p.payload_stride;
+}
+
+// Four bytes of a token's scales, zero behind the last.
+__device__ inline u32 rows_scale_word(Params p, u64 from, u32 at) {
+    u32 word = 0;
+    for (u32 b = 0; b < 4 && at + b < p.row.scale_bytes; b++)
+        word |= (u32) * (const unsigned char *)(from + at + b) << 8 * b;
+    return word;
+}
+
+// Writes what stands behind the payload of a dispatched row: scales, the local ids and the weights
+// of the choices that are on `rank`, and the source.
+__device__ inline void rows_write_record(Params p, u32 token, int rank, u64 to) {
+    u32 lane = threadIdx.x & 31, topk = p.shape.topk;
+    u32 first = ((const u32 *)p.shape.base)[rank];
+    u32 count = ((const u32 *)p.shape.base)[rank + 1] - first;
+    const int *physical = (const int *)p.routing.physical + (u64)token * topk;
+    const u32 *weights = (const u32 *)p.routing.weights + (u64)token * topk;
+    u64 scales = p.scales + (u64)token * p.scales_stride;
+    u32 words = (p.row.stride - p.row.scales_at) / 4;
+    for (u32 w = lane; w < words; w += 32) {
+        u32 at = p.row.scales_at + 4 * w, value = 0;
+        if (at < p.row.ids_at) {
+            bool whole = ((scales | p.scales_stride) & 3) == 0 && 4 * w + 4 <= p.row.scale_bytes;
+            value = whole ? *(const u32 *)(scales + 4 * w) : rows_scale_word(p, scales, 4 * w);
+        } else if (at < p.row.source_at) {
+            bool ids = at < p.row.weights_at;
+            u32 k = (at - (ids ? p.row.ids_at : p.row.weights_at)) / 4;
+            if (k < topk) {
+                int expert = physical[k];
+                u32 local = (u32)expert - first;
+                bool mine = expert >= 0 && local < count;
+                value = ids ? (mine ? local : 0xffffffffu) : (mine ? weights[k] : 0);
+            }
+        } else if (at == p.row.source_at) {
+            value = token;
+        } else if (at == p.row.source_at + 4) {
+            value = p.shape.rank;
+        }
+        *(u32 *)(to + at) = value;
+    }
+}
+
+// Writes what stands behind the payload of an expert's row.
+__device__ inline void rows_write_expert(Params p, u32 row, u32 j, u64 from, u64 to) {
+    u32 lane = threadIdx.x & 31;
+    u32 quads = (p.expert.weight_at - p.expert.scales_at) / 16;
+    for (u32 q = lane; q < quads; q += 32)
+        ep_store(to + p.expert.scales_at + 16 * q, ep_load(from + p.row.scales_at + 16 * q));
+    if (lane == 0) {
+        u32 weight = ((const u32 *)p.routing.row_weights)[(u64)row * p.shape.topk + j];
+        EpQuad tail = {weight, row, 0, 0};
+        ep_store(to + p.expert.weight_at, tail);
+    }
+}
+
+template <bool EXPAND>
+__device__ void rows_write_rest(Params p, const u64 *table, u32 row, u32 j, int rank, u64 to) {
+    if (EXPAND)
+        rows_write_expert(p, row, j, rows_source<EXPAND>(p, table, row), to);
+    else
+        rows_write_record(p, row, rank, to);
+}
+
+// Fills the rows between the experts' last rows and the next multiple of the alignment.
+__device__ void rows_write_padding(Params p, const u64 *table) {
+    u32 warps = gridDim.x * (blockDim.x / 32), warp = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
+    const int *offsets = (const int *)p.routing.offsets, *counts = (const int *)p.routing.counts;
+    u32 lane = threadIdx.x & 31;
+    for (u32 e = 0; e < p.shape.local_experts; e++) {
+        u32 first = offsets[e] + counts[e], end = offsets[e + 1];
+        for (u32 row = first + warp; row < end && row < p.shape.max_expert_rows; row += warps) {
+            u64 to = table[1] + (u64)row * p.expert.stride;
+            for (u32 q = lane; q < p.expert.stride / 16; q += 32) {
+                EpQuad zero = {0, 16 * q == p.expert.weight_at ? 0xffffffffu : 0, 0, 0};
+                ep_store(to + 16 * q, zero);
+            }
+        }
+    }
+}
+
+#if __CUDA_ARCH__ >= 900
+template <bool EXPAND, int STAGES>
+__device__ void rows_tma(Params p) {
+    extern __shared__ __align__(128) unsigned char shared[];
+    u32 warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x & 31;
+    u64 *table = (u64 *)(shared + (u64)warps * STAGES * p.chunk);
+    u64 *barriers = table + (EXPAND ? 2 : p.shape.world);
+    if (!rows_may_move<EXPAND>(p)) return;
+    rows_fill_table<EXPAND>(p, table);
+    u32 buffer = ep_shared(shared) + warp * STAGES * p.chunk;
+    u32 barrier = ep_shared(barriers) + warp * STAGES * 8;
+    if (lane == 0) {
+        for (int s = 0; s < STAGES; s++) ep_barrier_init(barrier + 8 * s);
+        ep_barriers_ready();
+    }
+    __syncwarp();
+    u32 pieces = p.pieces, rows = rows_count<EXPAND>(p);
+    u64 items = (u64)rows * pieces, first = blockIdx.x * warps + warp, step = (u64)gridDim.x * warps;
+    u64 count = first < items ? (items - first + step - 1) / step : 0;
+    auto bytes_of = [&](u32 piece) {
+        u32 left = p.row.payload_bytes - piece * p.chunk;
+        return left < p.chunk ? left : p.chunk;
+    };
+    auto load = [&](u64 k) {
+        u64 item = first + k * step;
+        u32 s = k % STAGES, row = item / pieces, piece = item % pieces;
+        u64 from = rows_source<EXPAND>(p, table, row) + (u64)piece * p.chunk;
+        ep_bulk_load(buffer + s * p.chunk, from, bytes_of(piece), barrier + 8 * s);
+    };
+    if (lane == 0)
+        for (u64 k = 0; k + 1 < STAGES && k < count; k++) load(k);
+    u32 width = rows_width<EXPAND>(p);
+    // The places of the next item are fetched while this one is on its way.
+    int next_rank = -1;
+    u64 next = count ? rows_place<EXPAND>(p, table, (u32)(first / pieces), lane, next_rank) : 0;
+    for (u64 k = 0; k < count; k++) {
+        u64 item = first + k * step;
+        u32 s = k % STAGES, row = item / pieces, piece = item % pieces;
+        u64 mine = next;
+        int rank = next_rank;
+        if (k + 1 < count) next = rows_place<EXPAND>(p, table, (u32)((item + step) / pieces), lane, next_rank);
+        u32 bytes = bytes_of(piece);
+        ep_barrier_wait(barrier + 8 * s, (k / STAGES) & 1);
+        // Every lane stores to its own place, so that stores start together. What other lanes did
+        // before is ordered by the barrier each of them waited for.
+        if (mine) ep_bulk_store(mine + (u64)piece * p.chunk, buffer + s * p.chunk, bytes);
+        for (u32 j = 32 + lane; j < width; j += 32) {
+            int other;
+            u64 to = rows_place<EXPAND>(p, table, row, j, other);
+            if (to) ep_bulk_store(to + (u64)piece * p.chunk, buffer + s * p.chunk, bytes);
+        }
+        ep_bulk_commit();
+        if (piece == 0) {
+            for (u32 j = 0; j < width; j++) {
+                int to_rank = __shfl_sync(0xffffffffu, rank, j & 31);
+                u64 to = __shfl_sync(0xffffffffu, mine, j & 31);
+                if (j >= 32) to = rows_place<EXPAND>(p, table, row, j, to_rank);
+                if (!to) break;
+                rows_write_rest<EXPAND>(p, table, row, j, to_rank, to);
+            }
+        }
+        if (k + STAGES - 1 < count) {
+            // The stage that is loaded next was stored from one item ago.
+            if (STAGES > 2) ep_bulk_wait_read<1>(); else ep_bulk_wait_read<0>();
+            __syncwarp();
+            if (lane == 0) load(k + STAGES - 1);
+        }
+    }
+    if (EXPAND) rows_write_padding(p, table);
+    ep_bulk_wait_written();
+}
+#endif
+
+template <bool EXPAND, int UNROLL>
+__device__ void rows_ldst(Params p) {
+    extern __shared__ __align__(128) unsigned char shared[];
+    u64 *table = (u64 *)shared;
+    if (!rows_may_move<EXPAND>(p)) return;
+    rows_fill_table<EXPAND>(p, table);
+    u32 warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x & 31;
+    u32 rows = rows_count<EXPAND>(p), quads = p.row.payload_bytes / 16, width = rows_width<EXPAND>(p);
+    for (u64 row = blockIdx.x * warps + warp; row < rows; row += (u64)gridDim.x * warps) {
+        u64 from = rows_source<EXPAND>(p, table, row);
+        for (u32 q = lane; q < quads; q += 32 * UNROLL) {
+            EpQuad held[UNROLL];
+#pragma unroll
+            for (int u = 0; u < UNROLL; u++)
+                if (q + 32 * u < quads) held[u] = ep_load(from + 16ull * (q + 32 * u));
+            for (u32 j = 0; j < width; j++) {
+                int rank;
+                u64 to = rows_place<EXPAND>(p, table, row, j, rank);
+                if (!to) break;
+#pragma unroll
+                for (int u = 0; u < UNROLL; u++)
+                    if (q + 32 * u < quads) ep_store(to + 16ull * (q + 32 * u), held[u]);
+            }
+        }
+        for (u32 j = 0; j < width; j++) {
+            int rank;
+            u64 to = rows_place<EXPAND>(p, table, row, j, rank);
+            if (!to) break;
+            rows_write_rest<EXPAND>(p, table, row, j, rank, to);
+        }
+    }
+    if (EXPAND) rows_write_padding(p, table);
+}
+
+#define ROWS_LDST(UNROLL)                                                                              \
+    extern "C" __global__ void __launch_bounds__(1024, 1)                                                \
+        moe_dispatch_ld##UNROLL(const __grid_constant__ MoeRowsParams p) { rows_ldst<false, UNROLL>(p); } \
+    extern "C" __global__ void __launch_bounds__(1024, 1)                                                \
+        moe_expand_ld##UNROLL(const __grid_constant__ MoeRowsParams p) { rows_ldst<true, UNROLL>(p); }
+ROWS_LDST(1)
+ROWS_LDST(2)
+ROWS_LDST(4)
+ROWS_LDST(7)
+#undef ROWS_LDST
+
+// Where there are no bulk copies these kernels are empty; no plan launches them there.
+#if __CUDA_ARCH__ < 900
+template <bool EXPAND, int STAGES>
+__device__ void rows_tma(Params p) {}
+#endif
+
+#define ROWS_TMA(STAGES)                                                                               \
+    extern "C" __global__ void __launch_bounds__(512, 1)                                                \
+        moe_dispatch_tma##STAGES(const __grid_constant__ MoeRowsParams p) { rows_tma<false, STAGES>(p); } \
+    extern "C" __global__ void __launch_bounds__(512, 1)                                                \
+        moe_expand_tma##STAGES(const __grid_constant__ MoeRowsParams p) { rows_tma<true, STAGES>(p); }
+ROWS_TMA(2)
+ROWS_TMA(3)
+ROWS_TMA(4)
+#undef ROWS_TMA

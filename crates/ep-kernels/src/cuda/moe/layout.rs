@@ -1,0 +1,442 @@
+//! Launching the kernels that lay out, announce and plan.
+
+use cudarc::driver::sys::CUstream;
+
+use super::moves::MOE_HEADER;
+use super::params::{MoeExpertFormat, MoeHeader, MoeOp, MoeRouting, MoeRowFormat, MoeShape};
+use crate::cuda::compile::{Arch, Compiler};
+use crate::cuda::device::Device;
+use crate::cuda::error::CudaError;
+use crate::cuda::launch::{LaunchAttributes, LaunchConfig};
+use crate::cuda::memory::Plain;
+use crate::cuda::module::{Kernel, KernelParams, Module};
+use crate::cuda::source::{KernelSource, Layout, layout};
+use crate::cuda::stream::Stream;
+
+const TILE_HEADER: (&str, &str, &[Layout]) =
+    ("tile.cuh", include_str!("../../../kernels/tile.cuh"), &[]);
+
+pub(crate) static LAYOUT: KernelSource = KernelSource {
+    name: "layout.cu",
+    kernels: &["moe_layout_count", "moe_layout_place"],
+    shared: &[MOE_HEADER, TILE_HEADER],
+    text: include_str!("../../../kernels/layout.cu"),
+    layouts: &[layout!(MoeLayoutParams {
+        shape,
+        routing,
+        op,
+        header,
+        ids,
+        weights,
+        scratch,
+        kind,
+        physical_ids,
+        shared_words,
+        reserved
+    })],
+};
+
+pub(crate) static PLACES: KernelSource = KernelSource {
+    name: "places.cu",
+    kernels: &["moe_places_count", "moe_places_place"],
+    shared: &[MOE_HEADER, TILE_HEADER],
+    text: include_str!("../../../kernels/places.cu"),
+    layouts: &[layout!(MoePlacesParams {
+        shape,
+        routing,
+        op,
+        row,
+        scratch,
+        shared_words,
+        reserved
+    })],
+};
+
+pub(crate) static PLAN: KernelSource = KernelSource {
+    name: "plan.cu",
+    kernels: &["moe_announce", "moe_plan", "moe_mark_tail"],
+    shared: &[MOE_HEADER],
+    text: include_str!("../../../kernels/plan.cu"),
+    layouts: &[
+        layout!(MoeAnnounceParams { shape, op, header, handle }),
+        layout!(MoePlanParams { shape, routing, op, summary, scratch, alignment, reserved }),
+        layout!(MoeTailParams { shape, routing, op, row, expert, expert_major, reserved }),
+    ],
+};
+
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+struct MoeLayoutParams {
+    shape: MoeShape,
+    routing: MoeRouting,
+    op: MoeOp,
+    header: MoeHeader,
+    ids: u64,
+    weights: u64,
+    scratch: u64,
+    kind: u32,
+    physical_ids: u32,
+    shared_words: u32,
+    reserved: u32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+struct MoePlacesParams {
+    shape: MoeShape,
+    routing: MoeRouting,
+    op: MoeOp,
+    row: MoeRowFormat,
+    scratch: u64,
+    shared_words: u32,
+    reserved: u32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+struct MoeAnnounceParams {
+    shape: MoeShape,
+    op: MoeOp,
+    header: MoeHeader,
+    handle: u64,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+struct MoePlanParams {
+    shape: MoeShape,
+    routing: MoeRouting,
+    op: MoeOp,
+    summary: u64,
+    scratch: u64,
+    alignment: u32,
+    reserved: u32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+struct MoeTailParams {
+    shape: MoeShape,
+    routing: MoeRouting,
+    op: MoeOp,
+    row: MoeRowFormat,
+    expert: MoeExpertFormat,
+    expert_major: u32,
+    reserved: u32,
+}
+
+macro_rules! params {
+    ($($name:ident = $bytes:expr;)*) => {
+        $(
+            // SAFETY: repr(C), integers only, no padding: the size adds up.
+            unsafe impl Plain for $name {}
+            // SAFETY: the struct of a kernel whose layout checks are compiled against this one's.
+            unsafe impl KernelParams for $name {}
+            const _: () = assert!(size_of::<$name>() == $bytes);
+        )*
+    };
+}
+params! {
+    MoeLayoutParams = 120 + 152 + 48 + 72 + 3 * 8 + 4 * 4;
+    MoePlacesParams = 120 + 152 + 48 + 32 + 8 + 2 * 4;
+    MoeAnnounceParams = 120 + 48 + 72 + 8;
+    MoePlanParams = 120 + 152 + 48 + 2 * 8 + 2 * 4;
+    MoeTailParams = 120 + 152 + 48 + 32 + 24 + 2 * 4;
+}
+
+/// The type of expert ids.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u32)]
+pub enum IdsKind {
+    /// `u32`; `u32::MAX` for none.
+    U32 = 0,
+    /// `i32`; −1 for none.
+    I32 = 1,
+    /// `i64`; −1 for none.
+    I64 = 2,
+}
+
+/// Laying out this rank's tokens and announcing it. Addresses are device addresses.
+#[derive(Clone, Copy, Debug)]
+pub struct LayoutArgs {
+    /// The layer.
+    pub shape: MoeShape,
+    /// The routing that is made.
+    pub routing: MoeRouting,
+    /// The operation.
+    pub op: MoeOp,
+    /// The announcement, as far as the host knows it.
+    pub header: MoeHeader,
+    /// `[T * K]` ids.
+    pub ids: u64,
+    /// Their type.
+    pub ids_kind: IdsKind,
+    /// `f32 [T * K]`; 0 for weights of 1.
+    pub weights: u64,
+    /// Ids name physical experts.
+    pub physical_ids: bool,
+    /// [`layout_scratch_bytes`] of this lane.
+    pub scratch: u64,
+    /// Blocks.
+    pub blocks: u32,
+}
+
+/// Announcing an operation whose counts are known.
+#[derive(Clone, Copy, Debug)]
+pub struct AnnounceArgs {
+    /// The layer.
+    pub shape: MoeShape,
+    /// The operation.
+    pub op: MoeOp,
+    /// The announcement, as far as the host knows it.
+    pub header: MoeHeader,
+    /// The [`super::MoeHandleHeader`] of the handle it refers to, or 0.
+    pub handle: u64,
+}
+
+/// Deciding on an uncached dispatch.
+#[derive(Clone, Copy, Debug)]
+pub struct PlanArgs {
+    /// The layer.
+    pub shape: MoeShape,
+    /// The routing that is completed.
+    pub routing: MoeRouting,
+    /// The operation.
+    pub op: MoeOp,
+    /// Rows of experts are padded to multiples of it; 0 for rank-major rows.
+    pub alignment: u32,
+    /// `i32 [2 + E + E + 1 + 2 R]` in host memory, E local experts: rows, expert-major rows, counts,
+    /// offsets, rows from and to each rank.
+    pub summary: u64,
+    /// [`layout_scratch_bytes`] of this lane.
+    pub scratch: u64,
+}
+
+/// Numbering received rows by expert.
+#[derive(Clone, Copy, Debug)]
+pub struct ExpandPlaces {
+    /// The layer.
+    pub shape: MoeShape,
+    /// The routing that is completed.
+    pub routing: MoeRouting,
+    /// The operation.
+    pub op: MoeOp,
+    /// Received rows.
+    pub format: MoeRowFormat,
+    /// [`layout_scratch_bytes`] of this lane.
+    pub scratch: u64,
+    /// Blocks.
+    pub blocks: u32,
+}
+
+/// Marking the rows behind the last.
+#[derive(Clone, Copy, Debug)]
+pub struct TailArgs {
+    /// The layer.
+    pub shape: MoeShape,
+    /// The routing.
+    pub routing: MoeRouting,
+    /// The operation.
+    pub op: MoeOp,
+    /// Expert-major rows, else rank-major ones.
+    pub expert_major: bool,
+    /// Rank-major rows.
+    pub row: MoeRowFormat,
+    /// Experts' rows.
+    pub expert: MoeExpertFormat,
+    /// Blocks.
+    pub blocks: u32,
+}
+
+/// Shared memory that counting may take.
+const SHARED_WORDS: usize = 40 * 1024 / 4;
+
+/// Warps per block of a counting kernel with so many columns: as many as shared memory holds masks
+/// and counts for, at most 16.
+fn warps(columns: usize) -> usize {
+    (SHARED_WORDS / (2 * columns.max(1))).clamp(1, 16)
+}
+
+/// Bytes of scratch that a lane needs for up to `tokens` tokens or received rows on `blocks` blocks.
+pub fn layout_scratch_bytes(shape: &MoeShape, _tokens: usize, blocks: u32) -> usize {
+    let (physical, world) = (shape.physical as usize, shape.world as usize);
+    let columns = physical + world;
+    let (warps, blocks) = (warps(columns).max(16), blocks as usize);
+    // Totals, prefixes, and masks and counts where shared memory is too small.
+    let counting = 4 * blocks * columns * (1 + warps + 2 * warps);
+    let planning = 8 * (physical + 2 * world);
+    counting.max(planning)
+}
+
+/// The kernels that lay out, announce and plan, loaded on a device.
+#[derive(Clone, Debug)]
+pub struct LayoutKernels {
+    count: Kernel,
+    place: Kernel,
+    places_count: Kernel,
+    places_place: Kernel,
+    announce: Kernel,
+    plan: Kernel,
+    mark_tail: Kernel,
+}
+
+impl LayoutKernels {
+    /// Compiles them, or takes them from the cache, and loads them.
+    ///
+    /// # Errors
+    /// A device older than compute capability 8.0, or a failure of compiler or driver.
+    pub fn load(device: &Device, compiler: &Compiler) -> Result<Self, CudaError> {
+        let arch = Arch::of(device.properties())?;
+        let load = |source: &KernelSource| Module::load(device, &compiler.cubin(source, arch)?);
+        let (layout, places, plan) = (load(&LAYOUT)?, load(&PLACES)?, load(&PLAN)?);
+        Ok(Self {
+            count: layout.kernel("moe_layout_count")?,
+            place: layout.kernel("moe_layout_place")?,
+            places_count: places.kernel("moe_places_count")?,
+            places_place: places.kernel("moe_places_place")?,
+            announce: plan.kernel("moe_announce")?,
+            plan: plan.kernel("moe_plan")?,
+            mark_tail: plan.kernel("moe_mark_tail")?,
+        })
+    }
+
+    /// Loads them into the partition of `stream` too, if that launches into one.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn prepare(&self, stream: &Stream) -> Result<(), CudaError> {
+        let all = [&self.count, &self.place, &self.places_count, &self.places_place];
+        let rest = [&self.announce, &self.plan, &self.mark_tail];
+        all.into_iter().chain(rest).try_for_each(|kernel| kernel.prepare(stream))
+    }
+
+    /// Lays out and announces: two launches.
+    ///
+    /// # Safety
+    /// All addresses are valid on the device for what is done with them, until the kernels have
+    /// ended; `stream` is a live stream of this device.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub unsafe fn layout(&self, stream: CUstream, args: &LayoutArgs) -> Result<(), CudaError> {
+        let columns = (args.shape.physical + args.shape.world) as usize;
+        let (config, shared_words) = counting(columns, args.blocks);
+        let params = MoeLayoutParams {
+            shape: args.shape,
+            routing: args.routing,
+            op: args.op,
+            header: args.header,
+            ids: args.ids,
+            weights: args.weights,
+            scratch: args.scratch,
+            kind: args.ids_kind as u32,
+            physical_ids: u32::from(args.physical_ids),
+            shared_words,
+            reserved: 0,
+        };
+        // SAFETY: the caller's promise; the kernels take these parameters.
+        unsafe {
+            self.count.launch(stream, &config, &params)?;
+            self.place.launch(stream, &config, &params)
+        }
+    }
+
+    /// Announces an operation to all ranks.
+    ///
+    /// # Safety
+    /// As [`LayoutKernels::layout`].
+    ///
+    /// # Errors
+    /// The driver's.
+    pub unsafe fn announce(&self, stream: CUstream, args: &AnnounceArgs) -> Result<(), CudaError> {
+        let &AnnounceArgs { shape, op, header, handle } = args;
+        let threads = shape.world.next_multiple_of(32).clamp(32, 1024);
+        let params = MoeAnnounceParams { shape, op, header, handle };
+        // SAFETY: the caller's promise; the kernel takes these parameters.
+        unsafe { self.announce.launch(stream, &plain(1, threads, 0), &params) }
+    }
+
+    /// Decides on an uncached dispatch and completes its routing.
+    ///
+    /// # Safety
+    /// As [`LayoutKernels::layout`].
+    ///
+    /// # Errors
+    /// The driver's.
+    pub unsafe fn plan(&self, stream: CUstream, args: &PlanArgs) -> Result<(), CudaError> {
+        let &PlanArgs { shape, routing, op, alignment, summary, scratch } = args;
+        let columns = shape.physical + shape.world;
+        let threads = columns.next_multiple_of(32).clamp(32, 1024);
+        let params = MoePlanParams { shape, routing, op, summary, scratch, alignment, reserved: 0 };
+        // SAFETY: the caller's promise; the kernel takes these parameters.
+        unsafe { self.plan.launch(stream, &plain(1, threads, 0), &params) }
+    }
+
+    /// Numbers received rows by expert: two launches.
+    ///
+    /// # Safety
+    /// As [`LayoutKernels::layout`].
+    ///
+    /// # Errors
+    /// The driver's.
+    pub unsafe fn expand_places(
+        &self,
+        stream: CUstream,
+        args: &ExpandPlaces,
+    ) -> Result<(), CudaError> {
+        let &ExpandPlaces { shape, routing, op, format, scratch, blocks } = args;
+        let (config, shared_words) = counting(shape.local_experts as usize, blocks);
+        let params =
+            MoePlacesParams { shape, routing, op, row: format, scratch, shared_words, reserved: 0 };
+        // SAFETY: the caller's promise; the kernels take these parameters.
+        unsafe {
+            self.places_count.launch(stream, &config, &params)?;
+            self.places_place.launch(stream, &config, &params)
+        }
+    }
+
+    /// Marks the rows behind the last as rows without ids and source.
+    ///
+    /// # Safety
+    /// As [`LayoutKernels::layout`].
+    ///
+    /// # Errors
+    /// The driver's.
+    pub unsafe fn mark_tail(&self, stream: CUstream, args: &TailArgs) -> Result<(), CudaError> {
+        let &TailArgs { shape, routing, op, expert_major, row, expert, blocks } = args;
+        let expert_major = u32::from(expert_major);
+        let params = MoeTailParams { shape, routing, op, row, expert, expert_major, reserved: 0 };
+        // SAFETY: the caller's promise; the kernel takes these parameters.
+        unsafe { self.mark_tail.launch(stream, &plain(blocks, 512, 0), &params) }
+    }
+}
+
+fn plain(grid: u32, block: u32, shared_bytes: u32) -> LaunchConfig {
+    LaunchConfig { grid, block, shared_bytes, attributes: LaunchAttributes::plain() }
+}
+
+/// The launch of a counting kernel, and the words of shared memory it has.
+fn counting(columns: usize, blocks: u32) -> (LaunchConfig, u32) {
+    let warps = warps(columns);
+    let words = 2 * columns * warps;
+    let words = if words <= SHARED_WORDS { words } else { 0 };
+    (plain(blocks, 32 * warps as u32, 4 * words as u32), words as u32)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn counting_takes_what_fits() {
+        let of = |columns| {
+            let (config, words) = counting(columns, 16);
+            (config.grid, config.block, config.shared_bytes, words)
+        };
+        assert_eq!(of(1), (16, 512, 128, 32));
+        assert_eq!(of(258), (16, 512, 33_024, 8_256));
+        assert_eq!(of(1_026), (16, 128, 32_832, 8_208));
+        // Too large for shared memory even with one warp: masks go to scratch.
+        assert_eq!(of(9_000), (16, 32, 0, 0));
+    }
+}

@@ -1,0 +1,156 @@
+//! How the kernels that move rows are launched.
+
+use crate::cuda::device::DeviceProperties;
+use crate::cuda::error::{CudaError, invalid};
+use crate::cuda::launch::LaunchAttributes;
+
+/// The way bytes take through an SM.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum CopyPath {
+    /// Bulk copies through shared memory (compute capability 9.0 and later): per warp a ring of
+    /// `stages` pieces of at most `chunk` bytes.
+    Tma {
+        /// Pieces in flight per warp.
+        stages: u32,
+        /// Bytes of a piece.
+        chunk: u32,
+    },
+    /// Loads and stores of 16 bytes, `unroll` of them in flight per thread.
+    LdSt {
+        /// Vectors in flight.
+        unroll: u32,
+    },
+}
+
+/// A launch of a kernel that moves rows. It never changes results.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct MovePlan {
+    /// Blocks; of more than one per SM only as many run as fit.
+    pub blocks: u32,
+    /// Warps per block.
+    pub warps: u32,
+    /// The way bytes take.
+    pub path: CopyPath,
+    /// Attributes of the launch. None is needed.
+    pub attributes: LaunchAttributes,
+}
+
+/// The unrolls there are kernels for.
+pub const UNROLLS: [u32; 4] = [1, 2, 4, 7];
+/// The (vectors, stages) of 512-byte vectors per lane there are summing kernels for.
+pub(super) const SUM_SHAPES: [(u32, u32); 6] = [(2, 4), (4, 4), (4, 6), (7, 3), (7, 4), (7, 6)];
+pub(super) const ROW_STAGES: [u32; 3] = [2, 3, 4];
+/// Threads that a summing kernel with so many vectors in flight may have.
+const SUM_THREADS: [u32; 4] = [1024, 1024, 640, 384];
+
+/// What a kernel does with rows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Mover {
+    /// One read, several writes.
+    Rows,
+    /// Several reads, one write.
+    Sums,
+}
+
+impl MovePlan {
+    /// A plain launch.
+    pub const fn new(blocks: u32, warps: u32, path: CopyPath) -> Self {
+        Self { blocks, warps, path, attributes: LaunchAttributes::plain() }
+    }
+
+    /// One read, several writes, for rows of `row_bytes` on `sms` SMs: what was best on an H200
+    /// (`bench/results/h200x2/copy.json`).
+    pub(super) fn rows(row_bytes: u32, sms: u32, device: &DeviceProperties) -> Self {
+        if device.capability < (9, 0) {
+            return Self::new(sms, 20, CopyPath::LdSt { unroll: 4 });
+        }
+        // As many warps as shared memory holds rings of three whole rows, up to 16.
+        let chunk = row_bytes.clamp(16, 16 * 1024);
+        let room = device.shared_per_block.saturating_sub(12 * 1024);
+        let warps = (room / (3 * chunk)).clamp(1, 16);
+        Self::new(sms, warps, CopyPath::Tma { stages: 3, chunk })
+    }
+
+    /// Several reads, one write.
+    pub(super) fn sums(row_bytes: u32, sms: u32, device: &DeviceProperties) -> Self {
+        if device.capability < (9, 0) {
+            return Self::new(sms, 20, CopyPath::LdSt { unroll: 4 });
+        }
+        let (vectors, stages, warps) = if row_bytes <= 1024 { (2, 4, 16) } else { (7, 3, 16) };
+        Self::new(sms, warps, CopyPath::Tma { stages, chunk: 512 * vectors })
+    }
+
+    /// Bytes of dynamic shared memory, with a table of `ranks` addresses.
+    pub fn shared_bytes(&self, ranks: usize) -> usize {
+        let table = 8 * ranks.max(2);
+        match self.path {
+            CopyPath::Tma { stages, chunk } => {
+                (self.warps * stages) as usize * (chunk as usize + 8) + table
+            }
+            CopyPath::LdSt { .. } => table,
+        }
+    }
+
+    pub(super) fn validate(
+        &self,
+        mover: Mover,
+        ranks: usize,
+        device: &DeviceProperties,
+    ) -> Result<(), CudaError> {
+        const OP: &str = "move plan";
+        if self.blocks == 0 || self.warps == 0 || self.warps > 32 {
+            let text =
+                format!("{} blocks of {} warps; at least one of 1 to 32", self.blocks, self.warps);
+            return invalid(OP, text);
+        }
+        match (self.path, mover) {
+            (CopyPath::Tma { .. }, _) if device.capability < (9, 0) => invalid(
+                OP,
+                format!("bulk copies need compute capability 9.0, {} has less", device.name),
+            ),
+            (CopyPath::Tma { stages, chunk }, Mover::Rows)
+                if !ROW_STAGES.contains(&stages) || chunk == 0 || !chunk.is_multiple_of(16) =>
+            {
+                invalid(
+                    OP,
+                    format!("{stages} stages of {chunk} bytes; {ROW_STAGES:?} of a multiple of 16"),
+                )
+            }
+            (CopyPath::Tma { stages, chunk }, Mover::Sums)
+                if !SUM_SHAPES.contains(&(chunk / 512, stages)) || !chunk.is_multiple_of(512) =>
+            {
+                invalid(
+                    OP,
+                    format!(
+                        "{stages} stages of {chunk} bytes; there are (chunk / 512, stages) of {SUM_SHAPES:?}"
+                    ),
+                )
+            }
+            (CopyPath::Tma { .. }, _) if self.warps > 16 => invalid(
+                OP,
+                format!("{} warps; a block that copies in bulk has up to 16", self.warps),
+            ),
+            (CopyPath::LdSt { unroll }, _) if !UNROLLS.contains(&unroll) => {
+                invalid(OP, format!("unroll {unroll}; there are {UNROLLS:?}"))
+            }
+            (CopyPath::LdSt { unroll }, Mover::Sums) if 32 * self.warps > most(unroll) => invalid(
+                OP,
+                format!("{} warps; with unroll {unroll} up to {}", self.warps, most(unroll) / 32),
+            ),
+            _ => {
+                let (need, have) = (self.shared_bytes(ranks), device.shared_per_block as usize);
+                match need <= have {
+                    true => Ok(()),
+                    false => {
+                        invalid(OP, format!("{need} bytes of shared memory, a block has {have}"))
+                    }
+                }
+            }
+        }
+    }
+}
+
+fn most(unroll: u32) -> u32 {
+    UNROLLS.iter().position(|&u| u == unroll).map_or(0, |at| SUM_THREADS[at])
+}

@@ -1,0 +1,289 @@
+//! Combine on streams. The steps are those of [`crate::fold`].
+
+use std::sync::Arc;
+
+use ep_kernels::PayloadKind;
+use ep_kernels::cuda::moe::{CombineArgs, MAX_BIASES, MoeOutFormat, MovePlan, ReduceArgs};
+use ep_transport::Queue;
+
+use crate::combine::{CombineOpts, Combined, OP, REDUCED, WEIGHTED};
+use crate::ep::Inner;
+use crate::lane::LaneGuard;
+use crate::notify::{self, Header, Phase};
+use crate::result::Dispatched;
+use crate::shape::OutFormat;
+use crate::slots::Slot;
+use crate::{EpError, Event, Handle, Layout, Memory, Precision, Result};
+
+use super::{Gpu, Turn};
+
+/// A combine that was submitted up to its announcement.
+#[derive(Debug)]
+pub(crate) struct Folding {
+    lane: LaneGuard,
+    /// Absent once the operation has been brought to its end.
+    slot: Option<Slot>,
+    pub handle: Handle,
+    pub kind: PayloadKind,
+    format: OutFormat,
+    per_rank: bool,
+    weighted: bool,
+    turn: Turn,
+}
+
+impl Folding {
+    fn gpu(&self) -> &Gpu {
+        gpu(&self.lane.ep)
+    }
+
+    pub fn lane(&self) -> &LaneGuard {
+        &self.lane
+    }
+
+    pub fn ep(&self) -> &Inner {
+        &self.lane.ep
+    }
+
+    /// Everything that can fail before peers are told; then tells them. A refusal gives the result
+    /// back.
+    pub fn post(
+        result: Dispatched,
+        queue: &Queue,
+        opts: &CombineOpts,
+        kind: PayloadKind,
+    ) -> Result<Self, (EpError, Option<Box<Dispatched>>)> {
+        match prepare(&result, queue, opts, kind) {
+            Ok((lane, turn)) => {
+                let ep = lane.ep.clone();
+                Self::announce(result, lane, turn, opts, kind)
+                    .map_err(|e| (ep.give_up(OP, e), None))
+            }
+            Err(error) => Err((error, Some(Box::new(result)))),
+        }
+    }
+
+    fn announce(
+        result: Dispatched,
+        lane: LaneGuard,
+        turn: Turn,
+        opts: &CombineOpts,
+        kind: PayloadKind,
+    ) -> Result<Self> {
+        let ep = lane.ep.clone();
+        let gpu = gpu(&ep);
+        let format = result.output_format(OP, kind)?;
+        let routing = &result.handle.routing;
+        let memory = routing.gpu.as_ref().expect("handles of a layer on a GPU have device memory");
+        if turn.capturing {
+            memory.capture();
+            gpu.capture_slot(result.slot.index());
+        }
+        let expert_major = matches!(routing.layout, Layout::ExpertMajor { .. });
+        let reduced = expert_major && opts.precision == Precision::Reduced;
+        let travelling = if reduced {
+            let to = OutFormat::rank_major(None, kind, ep.shape.hidden, ep.shape.topk);
+            let args = ReduceArgs {
+                shape: gpu.shape,
+                routing: memory.routing,
+                slot: result.slot.index() as u32,
+                dtype: kind.dtype(),
+                hidden: ep.shape.hidden as u32,
+                from: out_format(&format),
+                to: out_format(&to),
+                weighted: opts.weighted,
+            };
+            let chosen = MovePlan::reduce(&args, gpu.sms, gpu.device.properties());
+            let plan = gpu.plan(gpu.tuning.reduce, chosen);
+            // SAFETY: the slot is this rank's, its regions are apart; addresses are of this layer.
+            unsafe { gpu.moves.reduce(gpu.lane(turn.lane).stream.raw(), &plan, &args)? };
+            to
+        } else {
+            format
+        };
+        let header = Header {
+            op: notify::OP_COMBINE,
+            slot: result.slot.index() as u32,
+            layout: routing.layout.code(),
+            payload: kind.code(),
+            received: result.received.map_or(0, |k| k.code() + 1),
+            options: u64::from(reduced) * REDUCED + u64::from(opts.weighted) * WEIGHTED,
+            ..Header::default()
+        };
+        gpu.announce(&ep, &turn, header, memory.header())?;
+        gpu.signal(&ep, &turn, Phase::Posted)?;
+        let Dispatched { slot, handle, .. } = result;
+        let (per_rank, weighted) = (reduced || !expert_major, opts.weighted && !reduced);
+        let slot = Some(slot);
+        Ok(Self { lane, slot, handle, kind, format: travelling, per_rank, weighted, turn })
+    }
+
+    /// The second half: sums once all rows are ready; `queue` waits until all have read.
+    pub fn recv(mut self, queue: &Queue, out: &mut Combined<'_>) -> Result<Event> {
+        self.sum(queue, out)?;
+        self.finish(queue)
+    }
+
+    /// Waits, on the stream, for all announcements, and sums.
+    fn sum(&mut self, queue: &Queue, out: &mut Combined<'_>) -> Result<()> {
+        let args = self.arguments(out)?;
+        let summed = self.gpu().follow(OP, &self.turn, queue).and_then(|()| self.submit_sum(&args));
+        summed.map_err(|e| self.lane.ep.give_up(OP, e))
+    }
+
+    fn submit_sum(&self, args: &CombineArgs) -> Result<()> {
+        let (ep, gpu) = (&self.lane.ep, self.gpu());
+        gpu.wait(ep, &self.turn, "combine, announcements", Phase::Posted)?;
+        let chosen = MovePlan::combine(args, gpu.sms, gpu.device.properties());
+        let plan = gpu.plan(gpu.tuning.combine, chosen);
+        // SAFETY: `out` and biases are rows of this many tokens on this GPU (checked); rows are in
+        // slots whose owners announced them for this operation and keep them until Done.
+        unsafe { gpu.moves.combine(gpu.lane(self.turn.lane).stream.raw(), &plan, args)? };
+        gpu.signal(ep, &self.turn, Phase::Done)
+    }
+
+    fn finish(mut self, queue: &Queue) -> Result<Event> {
+        let ep = self.lane.ep.clone();
+        let gpu = gpu(&ep);
+        let ended = (|| {
+            gpu.wait(&ep, &self.turn, "combine, read by all", Phase::Done)?;
+            gpu.finish(OP, &self.turn, queue)
+        })();
+        let point = ended.map_err(|e| ep.give_up(OP, e))?;
+        self.release(&point);
+        let verdict = Some((OP, self.turn.lane, self.turn.ticket));
+        Ok(Event::on_stream(ep.clone(), point, verdict, self.turn.capturing))
+    }
+
+    fn release(&mut self, point: &Arc<super::Point>) {
+        let ep = self.lane.ep.clone();
+        if let Some(mut slot) = self.slot.take() {
+            gpu(&ep).free_after(&mut slot, point, &self.turn);
+        }
+        if let Some(memory) = &self.handle.routing.gpu {
+            memory.used_until(point, &self.turn);
+        }
+    }
+
+    /// Checks where `out` and what belongs to it is, and says it to the kernel.
+    fn arguments(&self, out: &mut Combined<'_>) -> Result<CombineArgs> {
+        let (ep, gpu) = (&self.lane.ep, self.gpu());
+        let memory = self.handle.routing.gpu.as_ref().expect("on a GPU");
+        if out.biases.len() > MAX_BIASES {
+            let detail = format!("{} biases; a GPU adds up to {MAX_BIASES}", out.biases.len());
+            return Err(EpError::argument(OP, detail));
+        }
+        let place = |what: &str, at: Memory| match at == ep.place {
+            true => Ok(()),
+            false => {
+                let detail = format!("{what} is in {at:?}, the layer works in {:?}", ep.place);
+                Err(EpError::argument(OP, detail))
+            }
+        };
+        place("the output", out.rows.place())?;
+        let tokens = out.rows.len();
+        let address = out.rows.as_mut_ptr() as u64;
+        gpu.check_rows(OP, "the output's rows", (address, out.rows.stride(), tokens), 16)?;
+        let mut biases = [(0, 0); MAX_BIASES];
+        for (bias, to) in out.biases.iter().zip(&mut biases) {
+            place("a bias", bias.place())?;
+            *to = (bias.as_ptr() as u64, bias.stride() as u64);
+            gpu.check_rows(OP, "a bias", (to.0, bias.stride(), tokens), 16)?;
+        }
+        let weights_home = match &mut out.weights {
+            Some(weights) if !weights.is_empty() => {
+                place("the weights", weights.place())?;
+                let at = weights.as_mut_ptr() as u64;
+                gpu.check_address(OP, "the weights", at, 4)?;
+                at
+            }
+            _ => 0,
+        };
+        Ok(CombineArgs {
+            shape: gpu.shape,
+            routing: memory.routing,
+            op: gpu.op(ep, &self.turn),
+            dtype: self.kind.dtype(),
+            hidden: ep.shape.hidden as u32,
+            format: out_format(&self.format),
+            per_rank: self.per_rank,
+            weighted: self.weighted,
+            out: address,
+            out_stride: out.rows.stride() as u64,
+            biases,
+            bias_count: out.biases.len() as u32,
+            weights_home,
+            check: true,
+        })
+    }
+
+    /// Everything peers wait for, without sums.
+    fn give_up(&mut self) -> Result<()> {
+        let ep = self.lane.ep.clone();
+        let gpu = gpu(&ep);
+        gpu.wait(&ep, &self.turn, "combine, announcements", Phase::Posted)?;
+        gpu.signal(&ep, &self.turn, Phase::Done)?;
+        gpu.wait(&ep, &self.turn, "combine, read by all", Phase::Done)?;
+        // SAFETY: the lane's stream is live.
+        let point = unsafe { gpu.events.record(gpu.lane(self.turn.lane).stream.raw())? };
+        self.release(&Arc::new(point));
+        Ok(())
+    }
+}
+
+impl Drop for Folding {
+    fn drop(&mut self) {
+        if self.slot.is_none() {
+            return;
+        }
+        if let Err(e) = self.give_up() {
+            let e = self.lane.ep.give_up(OP, e);
+            tracing::warn!("a dropped combine could not be brought to its end: {e}");
+        }
+    }
+}
+
+fn gpu(ep: &Inner) -> &Gpu {
+    ep.gpu.as_ref().expect("a combine on a GPU comes from a layer on a GPU")
+}
+
+fn out_format(f: &OutFormat) -> MoeOutFormat {
+    // Sizes were checked when the layer was built.
+    MoeOutFormat {
+        payload_bytes: f.payload_bytes as u32,
+        weights_at: f.weights_at as u32,
+        weights: f.weights as u32,
+        stride: f.stride as u32,
+    }
+}
+
+/// Everything that can fail before peers are told.
+fn prepare(
+    result: &Dispatched,
+    queue: &Queue,
+    opts: &CombineOpts,
+    kind: PayloadKind,
+) -> Result<(LaneGuard, Turn)> {
+    let ep = &result.ep;
+    ep.usable(OP)?;
+    result.output_format(OP, kind)?;
+    if opts.weighted && result.handle.layout() == Layout::RankMajor {
+        return Err(crate::combine::weighted_rank_major());
+    }
+    let index = opts.lane.unwrap_or(result.lane);
+    let lane = LaneGuard::take(ep, OP, index, ep.deadline())?;
+    let turn = gpu(ep).begin(OP, index, queue)?;
+    Ok((lane, turn))
+}
+
+/// [`Dispatched::combine`] for several ranks driven by one thread, phase by phase. `started` were
+/// posted in order, each on its queue.
+pub(crate) fn combine_all(
+    mut started: Vec<(Folding, Combined<'_>)>,
+    queues: &[&Queue],
+) -> Result<Vec<Event>> {
+    let queue = |i: usize| queues[i % queues.len()];
+    for (i, (folding, out)) in started.iter_mut().enumerate() {
+        folding.sum(queue(i), out)?;
+    }
+    started.into_iter().enumerate().map(|(i, (folding, _))| folding.finish(queue(i))).collect()
+}

@@ -1,0 +1,423 @@
+//! Dispatch on streams: *post* lays out and announces, *advance* moves rows once the peers' flags
+//! are up, *settle* tells the host what it must know, *recv* awaits the peers' rows.
+
+use std::sync::Arc;
+
+use ep_kernels::PayloadKind;
+use ep_kernels::cuda::moe::{
+    DispatchArgs, ExpandArgs, ExpandPlaces, IdsKind, LayoutArgs, MoeExpertFormat, MoeRowFormat,
+    MovePlan, PlanArgs, TailArgs,
+};
+use ep_transport::Queue;
+
+use crate::dispatch::{CAPACITY, PHYSICAL_IDS};
+use crate::ep::Inner;
+use crate::handle::HandleInner;
+use crate::lane::LaneGuard;
+use crate::notify::{self, Header, Phase};
+use crate::payload::{self, DispatchOpts, IdKind, Payload, Route};
+use crate::result::Dispatched;
+use crate::slots::Slot;
+use crate::{Ep, EpError, Handle, Layout, Result};
+
+use super::memory::HandleMemory;
+use super::{Gpu, Turn};
+
+const OP: &str = "dispatch";
+/// Bulk copies need it.
+const ROW_ALIGN: u64 = 16;
+
+/// A dispatch that was submitted up to its own rows.
+#[derive(Debug)]
+pub(crate) struct Sending {
+    lane: LaneGuard,
+    slot: Option<Slot>,
+    handle: Option<Arc<HandleInner>>,
+    cached: bool,
+    kind: PayloadKind,
+    capacity: bool,
+    turn: Turn,
+}
+
+impl Sending {
+    fn gpu(&self) -> &Gpu {
+        gpu(&self.lane.ep)
+    }
+
+    fn memory(&self) -> &HandleMemory {
+        memory(self.handle.as_ref().expect("held until it becomes a Handle"))
+    }
+
+    pub fn lane(&self) -> &LaneGuard {
+        &self.lane
+    }
+
+    /// Everything up to this rank's rows, and in exact mode the host's knowledge of the peers'.
+    pub fn new(
+        ep: &Arc<Inner>,
+        queue: &Queue,
+        payload: &Payload<'_>,
+        route: &Route<'_>,
+        opts: &DispatchOpts,
+    ) -> Result<Self> {
+        let mut sending = Self::post(ep, queue, payload, route, opts)?;
+        sending.advance(payload)?;
+        match sending.settle() {
+            Ok(()) => Ok(sending),
+            Err(error) => Err(sending.refuse(error)),
+        }
+    }
+
+    /// Lays the routing out and announces it.
+    fn post(
+        ep: &Arc<Inner>,
+        queue: &Queue,
+        payload: &Payload<'_>,
+        route: &Route<'_>,
+        opts: &DispatchOpts,
+    ) -> Result<Self> {
+        ep.usable(OP)?;
+        payload::check(OP, ep, payload, route, opts)?;
+        let gpu = gpu(ep);
+        gpu.check_dispatch(payload, route)?;
+        let lane = LaneGuard::take(ep, OP, opts.lane, ep.deadline())?;
+        let turn = gpu.begin(OP, opts.lane, queue)?;
+        if turn.capturing && !opts.capacity && !matches!(route, Route::Cached(_)) {
+            let detail = "while a stream is captured the host cannot learn how many rows come: \
+                          set DispatchOpts::capacity, or use a cached handle";
+            return Err(EpError::argument(OP, detail));
+        }
+        let slot = gpu.take_slot(ep, OP, &turn)?;
+        let header = Header {
+            slot: slot.index() as u32,
+            payload: payload.kind.code(),
+            options: u64::from(opts.capacity) * CAPACITY
+                + u64::from(opts.physical_ids) * PHYSICAL_IDS,
+            ..Header::default()
+        };
+        let (handle, cached) = match route {
+            Route::Cached(handle) => (handle.routing.clone(), true),
+            _ => (gpu.new_handle(ep, &turn, opts.layout, payload.rows.len())?, false),
+        };
+        let kind = payload.kind;
+        let capacity = opts.capacity;
+        let (slot, handle) = (Some(slot), Some(handle));
+        let sending = Self { lane, slot, handle, cached, kind, capacity, turn };
+        // From here on peers may count on this rank.
+        let announced = sending.announce(header, route, opts);
+        announced.map_err(|e| ep.give_up(OP, e))?;
+        Ok(sending)
+    }
+
+    fn announce(&self, header: Header, route: &Route<'_>, opts: &DispatchOpts) -> Result<()> {
+        let (ep, gpu) = (&self.lane.ep, self.gpu());
+        let handle = self.handle.as_ref().expect("just made");
+        let memory = memory(handle);
+        match route {
+            Route::Device { ids, weights } => {
+                let header =
+                    Header { op: notify::OP_DISPATCH, layout: opts.layout.code(), ..header };
+                let args = LayoutArgs {
+                    shape: gpu.shape,
+                    routing: memory.routing,
+                    op: gpu.op(ep, &self.turn),
+                    header: super::moe(header),
+                    ids: ids.address,
+                    ids_kind: match ids.kind {
+                        IdKind::U32 => IdsKind::U32,
+                        IdKind::I32 => IdsKind::I32,
+                        IdKind::I64 => IdsKind::I64,
+                    },
+                    weights: weights.as_ref().map_or(0, |w| w.as_ptr() as u64),
+                    physical_ids: opts.physical_ids,
+                    scratch: gpu.lane(self.turn.lane).scratch,
+                    blocks: gpu.sms,
+                };
+                // SAFETY: ids and weights are where the caller says (checked), everything else is
+                // memory of this layer.
+                unsafe { gpu.layout.layout(gpu.lane(self.turn.lane).stream.raw(), &args)? };
+            }
+            _ => {
+                if self.turn.capturing {
+                    memory.capture();
+                }
+                let header =
+                    Header { op: notify::OP_CACHED, layout: handle.layout.code(), ..header };
+                gpu.announce(ep, &self.turn, header, memory.header())?;
+            }
+        }
+        gpu.signal(ep, &self.turn, Phase::Posted)
+    }
+
+    /// Waits, on the stream, for all announcements; then rows move.
+    fn advance(&mut self, payload: &Payload<'_>) -> Result<()> {
+        let moved = self.move_rows(payload);
+        moved.map_err(|e| self.lane.ep.give_up(OP, e))
+    }
+
+    fn move_rows(&self, payload: &Payload<'_>) -> Result<()> {
+        let (ep, gpu, turn) = (&self.lane.ep, self.gpu(), &self.turn);
+        gpu.wait(ep, turn, "dispatch, announcements", Phase::Posted)?;
+        let stream = gpu.lane(turn.lane).stream.raw();
+        let memory = self.memory();
+        let op = gpu.op(ep, turn);
+        if !self.cached {
+            let alignment = match self.layout() {
+                Layout::RankMajor => 0,
+                Layout::ExpertMajor { alignment } => alignment as u32,
+            };
+            let (shape, routing, summary) = (gpu.shape, memory.routing, memory.summary);
+            let scratch = gpu.lane(turn.lane).scratch;
+            // SAFETY: all addresses are of this layer's memory.
+            unsafe {
+                gpu.layout
+                    .plan(stream, &PlanArgs { shape, routing, op, alignment, summary, scratch })?
+            };
+        }
+        let format = gpu.row_format(ep, self.kind);
+        let args = DispatchArgs {
+            shape: gpu.shape,
+            routing: memory.routing,
+            op,
+            format,
+            payload: payload.rows.as_ptr() as u64,
+            payload_stride: payload.rows.stride() as u64,
+            scales: payload.scales.map_or(0, |s| s.as_ptr() as u64),
+            scales_stride: payload.scales.map_or(0, |s| s.stride() as u64),
+            check: self.cached,
+        };
+        let chosen = MovePlan::dispatch(&args, gpu.sms, gpu.device.properties());
+        let plan = gpu.plan(gpu.tuning.dispatch, chosen);
+        // SAFETY: the payload is as many rows as the routing has tokens (checked on entry), on this
+        // GPU; the targets are slots their owners offered for this operation.
+        unsafe { gpu.moves.dispatch(stream, &plan, &args)? };
+        gpu.signal(ep, turn, Phase::Done)
+    }
+
+    fn layout(&self) -> Layout {
+        self.handle.as_ref().expect("held until it becomes a Handle").layout
+    }
+
+    /// In exact mode, waits on the host until it is known how many rows come.
+    fn settle(&mut self) -> Result<()> {
+        if self.cached || self.capacity {
+            return Ok(());
+        }
+        let ep = self.lane.ep.clone();
+        gpu(&ep).await_verdict(&ep, OP, self.turn.lane, self.turn.ticket)?;
+        let handle = self.handle.as_mut().and_then(Arc::get_mut);
+        if let Some(memory) = handle.and_then(|handle| handle.gpu.as_mut()) {
+            memory.learn();
+        }
+        Ok(())
+    }
+
+    /// Ends a dispatch that all ranks refused.
+    fn refuse(mut self, error: EpError) -> EpError {
+        match self.close() {
+            Ok(()) => error,
+            Err(worse) if error.group_usable() => worse,
+            Err(_) => error,
+        }
+    }
+
+    /// Lets the lane's stream wait for the peers' rows, and frees what this dispatch held.
+    fn close(&mut self) -> Result<()> {
+        let ep = self.lane.ep.clone();
+        let gpu = gpu(&ep);
+        gpu.wait(&ep, &self.turn, "dispatch, rows", Phase::Done)?;
+        // SAFETY: the lane's stream is live.
+        let point = Arc::new(unsafe { gpu.events.record(gpu.lane(self.turn.lane).stream.raw())? });
+        if let Some(mut slot) = self.slot.take() {
+            gpu.free_after(&mut slot, &point, &self.turn);
+        }
+        if let Some(handle) = self.handle.take() {
+            memory(&handle).used_until(&point, &self.turn);
+            if !self.cached {
+                gpu.keep_handle(&handle);
+            }
+        }
+        Ok(())
+    }
+
+    /// The second half: `queue` waits for the peers' rows.
+    pub fn recv(mut self, queue: &Queue) -> Result<Dispatched> {
+        let received = self.receive(queue);
+        if let Err(e) = received {
+            return Err(self.lane.ep.give_up(OP, e));
+        }
+        let (ep, lane) = (self.lane.ep.clone(), self.lane.index);
+        let routing = self.handle.take().expect("taken once");
+        let mut slot = self.slot.take().expect("taken with the handle");
+        slot.used_on(queue);
+        let handle = Handle { routing };
+        Ok(Dispatched::new(ep, slot, handle, Some(self.kind), self.capacity, lane))
+    }
+
+    fn receive(&mut self, queue: &Queue) -> Result<()> {
+        let ep = self.lane.ep.clone();
+        let (gpu, turn) = (gpu(&ep), &self.turn);
+        gpu.follow(OP, turn, queue)?;
+        gpu.wait(&ep, turn, "dispatch, rows", Phase::Done)?;
+        let handle = self.handle.as_ref().expect("taken once");
+        let memory = memory(handle);
+        if let Layout::ExpertMajor { .. } = handle.layout {
+            gpu.expand(&ep, turn, memory, self.kind, self.cached)?;
+        }
+        if self.capacity {
+            gpu.mark_tail(&ep, turn, memory, self.kind, handle.layout)?;
+        }
+        let point = gpu.finish(OP, turn, queue)?;
+        memory.used_until(&point, turn);
+        if !self.cached {
+            gpu.keep_handle(handle);
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Sending {
+    fn drop(&mut self) {
+        // Received, or refused.
+        if self.handle.is_none() {
+            return;
+        }
+        if let Err(e) = self.close() {
+            let e = self.lane.ep.give_up(OP, e);
+            tracing::warn!("a dropped dispatch could not be brought to its end: {e}");
+        }
+    }
+}
+
+fn gpu(ep: &Inner) -> &Gpu {
+    ep.gpu.as_ref().expect("a dispatch on a GPU comes from a layer on a GPU")
+}
+
+fn memory(handle: &HandleInner) -> &HandleMemory {
+    handle.gpu.as_ref().expect("handles of a layer on a GPU have device memory")
+}
+
+impl Gpu {
+    fn check_dispatch(&self, payload: &Payload<'_>, route: &Route<'_>) -> Result<()> {
+        let rows = &payload.rows;
+        let view = (rows.as_ptr() as u64, rows.stride(), rows.len());
+        self.check_rows(OP, "rows", view, ROW_ALIGN)?;
+        if let Some(s) = payload.scales.filter(|s| !s.is_empty()) {
+            self.check_address(OP, "scales", s.as_ptr() as u64, s.dtype().size() as u64)?;
+        }
+        let Route::Device { ids, weights } = route else { return Ok(()) };
+        let align = if ids.kind == IdKind::I64 { 8 } else { 4 };
+        if ids.len > 0 {
+            self.check_address(OP, "ids", ids.address, align)?;
+        }
+        match weights.filter(|w| !w.is_empty()) {
+            Some(w) => self.check_address(OP, "weights", w.as_ptr() as u64, 4),
+            None => Ok(()),
+        }
+    }
+
+    fn new_handle(
+        &self,
+        ep: &Arc<Inner>,
+        turn: &Turn,
+        layout: Layout,
+        tokens: usize,
+    ) -> Result<Arc<HandleInner>> {
+        let mut handle = self.take_handle(OP, turn)?;
+        let inner = Arc::get_mut(&mut handle).expect("nobody else has it");
+        inner.layout = layout;
+        inner.lane = turn.lane;
+        inner.send.tokens = tokens;
+        if let Some(memory) = &mut inner.gpu {
+            memory.filled_by(ep, turn, tokens);
+        }
+        Ok(handle)
+    }
+
+    fn row_format(&self, ep: &Inner, kind: PayloadKind) -> MoeRowFormat {
+        // Sizes were checked when the layer was built.
+        MoeRowFormat::new(&ep.shape.formats(kind).0).unwrap_or_default()
+    }
+
+    fn expert_format(&self, ep: &Inner, kind: PayloadKind) -> MoeExpertFormat {
+        MoeExpertFormat::new(&ep.shape.formats(kind).1).unwrap_or_default()
+    }
+
+    fn expand(
+        &self,
+        ep: &Inner,
+        turn: &Turn,
+        memory: &HandleMemory,
+        kind: PayloadKind,
+        cached: bool,
+    ) -> Result<()> {
+        let stream = self.lane(turn.lane).stream.raw();
+        let (shape, routing, op) = (self.shape, memory.routing, self.op(ep, turn));
+        let row = self.row_format(ep, kind);
+        if !cached {
+            let scratch = self.lane(turn.lane).scratch;
+            let places =
+                ExpandPlaces { shape, routing, op, format: row, scratch, blocks: self.sms };
+            // SAFETY: all addresses are of this layer's memory.
+            unsafe { self.layout.expand_places(stream, &places)? };
+        }
+        let args = ExpandArgs { shape, routing, op, row, expert: self.expert_format(ep, kind) };
+        let chosen = MovePlan::expand(&args, self.sms, self.device.properties());
+        let plan = self.plan(self.tuning.expand, chosen);
+        // SAFETY: as above.
+        cuda_ok(unsafe { self.moves.expand(stream, &plan, &args) })
+    }
+
+    fn mark_tail(
+        &self,
+        ep: &Inner,
+        turn: &Turn,
+        memory: &HandleMemory,
+        kind: PayloadKind,
+        layout: Layout,
+    ) -> Result<()> {
+        let args = TailArgs {
+            shape: self.shape,
+            routing: memory.routing,
+            op: self.op(ep, turn),
+            expert_major: layout != Layout::RankMajor,
+            row: self.row_format(ep, kind),
+            expert: self.expert_format(ep, kind),
+            blocks: self.sms,
+        };
+        // SAFETY: all addresses are of this layer's memory.
+        cuda_ok(unsafe { self.layout.mark_tail(self.lane(turn.lane).stream.raw(), &args) })
+    }
+}
+
+fn cuda_ok(result: std::result::Result<(), ep_kernels::cuda::CudaError>) -> Result<()> {
+    Ok(result?)
+}
+
+/// [`Ep::dispatch`] for several ranks driven by one thread, phase by phase: everything ranks tell
+/// each other is submitted before anything that waits for it, so it also works where all their
+/// streams share one hardware queue.
+pub(crate) fn dispatch_all(
+    queues: &[&Queue],
+    calls: &[(&Ep, Payload<'_>, Route<'_>)],
+    opts: &DispatchOpts,
+) -> Result<Vec<Dispatched>> {
+    let mut sending: Vec<Sending> = Vec::with_capacity(calls.len());
+    for (i, (ep, payload, route)) in calls.iter().enumerate() {
+        let queue = queues[i % queues.len()];
+        let one = Sending::post(&ep.inner, queue, payload, route, opts);
+        // Ranks that have announced the operation cannot take it back.
+        let first = sending.is_empty();
+        sending.push(one.map_err(|e| if first { e } else { ep.inner.give_up(OP, e) })?);
+    }
+    for (one, (_, payload, _)) in sending.iter_mut().zip(calls) {
+        one.advance(payload)?;
+    }
+    let verdicts = sending.iter_mut().map(Sending::settle).collect::<Result<()>>();
+    if let Err(error) = verdicts {
+        // A bad verdict is everyone's.
+        return Err(sending.into_iter().fold(error, |error, one| one.refuse(error)));
+    }
+    let with_queue = sending.into_iter().enumerate();
+    with_queue.map(|(i, one)| one.recv(queues[i % queues.len()])).collect()
+}

@@ -1,0 +1,302 @@
+//! Handles in device memory, and what they tell the host.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
+
+use ep_kernels::cuda::Event as Point;
+use ep_kernels::cuda::moe::{MoeHandleHeader, MoeRouting};
+use parking_lot::Mutex;
+
+use crate::ep::Inner;
+use crate::handle::HandleInner;
+use crate::shape::Resolved;
+use crate::{EpError, Result};
+
+use super::{Gpu, Ticket, Turn};
+
+/// Arrays in device memory start at multiples of this.
+const ALIGN: usize = 256;
+
+/// What the host knows of the rows a dispatch brought.
+#[derive(Debug, Default)]
+pub(crate) struct Told {
+    pub rows: usize,
+    pub expert_rows: usize,
+    pub counts: Vec<i32>,
+    pub offsets: Vec<i32>,
+    /// Rank-major rows from and to each rank.
+    pub from: Vec<u32>,
+    pub to: Vec<u32>,
+}
+
+/// A handle's memory on the device and in page-locked memory.
+#[derive(Debug)]
+pub(crate) struct HandleMemory {
+    pub routing: MoeRouting,
+    /// Where the GPU writes what [`Told`] holds.
+    pub summary: u64,
+    sizes: (usize, usize),
+    /// Filled while the dispatch still owned the handle.
+    told: Told,
+    eager: bool,
+    /// Filled when somebody asks.
+    late: OnceLock<Told>,
+    /// The dispatch that fills it.
+    source: Option<(std::sync::Weak<Inner>, usize, Ticket)>,
+    /// The last work that reads or writes it.
+    last_use: Mutex<Option<Arc<Point>>>,
+    /// A graph uses it: it is never given to calls outside of captures.
+    captured: AtomicBool,
+}
+
+impl HandleMemory {
+    /// What the host knows, waiting for it, bounded, if it has to.
+    pub fn told(&self) -> &Told {
+        if self.eager {
+            return &self.told;
+        }
+        self.late.get_or_init(|| {
+            let mut told = Told::default();
+            if let Some((ep, lane, ticket)) = &self.source
+                && *ticket != Ticket::CAPTURED
+                && let Some(ep) = ep.upgrade()
+                && let Some(gpu) = &ep.gpu
+                && gpu.await_verdict(&ep, "counts", *lane, *ticket).is_ok()
+            {
+                self.read(&mut told);
+            } else {
+                self.clear(&mut told);
+            }
+            told
+        })
+    }
+
+    /// Reads what the GPU told, once its verdict is known.
+    fn read(&self, told: &mut Told) {
+        let (experts, ranks) = self.sizes;
+        let count = 2 + experts + experts + 1 + 2 * ranks;
+        let at = self.summary as *const i32;
+        // SAFETY: the summary is page-locked memory of this layer with room for `count` numbers,
+        // written before the verdict that was seen; nobody writes it while this handle lives.
+        let all = unsafe { std::slice::from_raw_parts(at, count) };
+        (told.rows, told.expert_rows) = (all[0] as usize, all[1] as usize);
+        let (counts, rest) = all[2..].split_at(experts);
+        let (offsets, rest) = rest.split_at(experts + 1);
+        let (from, to) = rest.split_at(ranks);
+        told.counts.clear();
+        told.counts.extend_from_slice(counts);
+        told.offsets.clear();
+        told.offsets.extend_from_slice(offsets);
+        told.from.clear();
+        told.from.extend(from.iter().map(|&n| n as u32));
+        told.to.clear();
+        told.to.extend(to.iter().map(|&n| n as u32));
+    }
+
+    fn clear(&self, told: &mut Told) {
+        let (experts, ranks) = self.sizes;
+        told.counts.resize(experts, 0);
+        told.offsets.resize(experts + 1, 0);
+        told.from.resize(ranks, 0);
+        told.to.resize(ranks, 0);
+    }
+
+    /// Takes over what the GPU told of a dispatch that is complete on the host.
+    pub fn learn(&mut self) {
+        let mut told = std::mem::take(&mut self.told);
+        self.read(&mut told);
+        (self.told, self.eager) = (told, true);
+    }
+
+    /// Says which dispatch fills it.
+    pub fn filled_by(&mut self, ep: &Arc<Inner>, turn: &Turn, tokens: usize) {
+        (self.eager, self.late) = (false, OnceLock::new());
+        self.source = Some((Arc::downgrade(ep), turn.lane, turn.ticket));
+        self.routing.tokens = tokens as u32;
+    }
+
+    pub fn header(&self) -> u64 {
+        self.routing.header
+    }
+
+    /// Work up to `point` uses it; work of a graph always may.
+    pub fn used_until(&self, point: &Arc<Point>, turn: &Turn) {
+        if turn.capturing {
+            self.captured.store(true, Ordering::Relaxed);
+        } else {
+            *self.last_use.lock() = Some(point.clone());
+        }
+    }
+
+    /// A graph is about to use it.
+    pub fn capture(&self) {
+        self.captured.store(true, Ordering::Relaxed);
+    }
+}
+
+/// How a handle's memory is divided.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct HandleSizes {
+    offsets: [usize; 18],
+    /// Bytes of device memory.
+    pub device: usize,
+    /// Bytes of page-locked memory.
+    pub pinned: usize,
+}
+
+impl HandleSizes {
+    pub fn new(shape: &Resolved, local_experts: usize) -> Self {
+        let choices = 4 * shape.max_tokens * shape.topk;
+        let fan_out = 4 * shape.max_tokens * shape.topk.min(shape.world);
+        let (ranks, physical) = (4 * shape.world, 4 * shape.placement.physical());
+        let places = match shape.expert_alignment {
+            Some(_) => 4 * shape.max_rows * shape.topk,
+            None => 0,
+        };
+        let bytes = [
+            size_of::<MoeHandleHeader>(),
+            choices,
+            choices,
+            choices,
+            choices,
+            fan_out,
+            fan_out,
+            ranks,
+            physical,
+            ranks,
+            physical,
+            physical,
+            4 * local_experts,
+            4 * (local_experts + 1),
+            ranks,
+            places,
+            places,
+            places,
+        ];
+        let mut at = 0;
+        let offsets = bytes.map(|bytes| {
+            let start = at;
+            at += bytes.next_multiple_of(ALIGN);
+            start
+        });
+        let numbers = 2 + 2 * local_experts + 1 + 2 * shape.world;
+        Self { offsets, device: at, pinned: (4 * numbers).next_multiple_of(64) }
+    }
+
+    pub fn routing(&self, base: u64) -> MoeRouting {
+        let [
+            header,
+            physical,
+            expert_index,
+            order,
+            weights,
+            dest_rank,
+            dest_index,
+            rank_counts,
+            expert_counts,
+            sent_base,
+            expert_base,
+            expert_offsets,
+            counts,
+            offsets,
+            received,
+            positions,
+            choices,
+            row_weights,
+        ] = self.offsets.map(|at| base + at as u64);
+        MoeRouting {
+            header,
+            physical,
+            expert_index,
+            order,
+            weights,
+            dest_rank,
+            dest_index,
+            rank_counts,
+            expert_counts,
+            sent_base,
+            expert_base,
+            expert_offsets,
+            counts,
+            offsets,
+            received,
+            positions,
+            choices,
+            row_weights,
+            tokens: 0,
+            reserved: 0,
+        }
+    }
+}
+
+/// All handles of a layer; their memory was taken when it was built.
+#[derive(Debug)]
+pub(crate) struct Handles {
+    all: Mutex<Vec<Arc<HandleInner>>>,
+    count: usize,
+}
+
+impl Handles {
+    pub fn new(
+        count: usize,
+        (ep, rank): (u64, usize),
+        sizes: &HandleSizes,
+        (device, pinned): (u64, u64),
+        (local_experts, ranks): (usize, usize),
+    ) -> Self {
+        let handle = |i: usize| {
+            let mut handle = HandleInner::new(ep, rank);
+            handle.gpu = Some(HandleMemory {
+                routing: sizes.routing(device + (i * sizes.device) as u64),
+                summary: pinned + (i * sizes.pinned) as u64,
+                sizes: (local_experts, ranks),
+                told: Told::default(),
+                eager: false,
+                late: OnceLock::new(),
+                source: None,
+                last_use: Mutex::default(),
+                captured: AtomicBool::new(false),
+            });
+            Arc::new(handle)
+        };
+        Self { all: Mutex::new((0..count).map(handle).collect()), count }
+    }
+}
+
+impl Gpu {
+    /// A handle that nobody refers to and that the lane's stream may fill.
+    pub(super) fn take_handle(&self, op: &'static str, turn: &Turn) -> Result<Arc<HandleInner>> {
+        let mut all = self.handles.all.lock();
+        let fits = |h: &mut Arc<HandleInner>| {
+            let Some(handle) = Arc::get_mut(h) else { return false };
+            handle
+                .gpu
+                .as_ref()
+                .is_some_and(|g| g.captured.load(Ordering::Relaxed) == turn.capturing)
+        };
+        let found = all.iter_mut().rposition(fits).or_else(|| {
+            // A graph takes one from the others for good.
+            let idle = |h: &mut Arc<HandleInner>| Arc::get_mut(h).is_some();
+            turn.capturing.then(|| all.iter_mut().position(idle)).flatten()
+        });
+        let Some(found) = found else {
+            return Err(EpError::NoFreeHandle { op, handles: self.handles.count });
+        };
+        let handle = all.swap_remove(found);
+        drop(all);
+        if let Some(memory) = &handle.gpu {
+            if turn.capturing {
+                memory.capture();
+            } else if let Some(point) = memory.last_use.lock().take() {
+                // SAFETY: the lane's stream is live.
+                unsafe { point.order(self.lane(turn.lane).stream.raw())? };
+            }
+        }
+        Ok(handle)
+    }
+
+    /// Keeps a handle: once all others have dropped it, it will be taken again.
+    pub(super) fn keep_handle(&self, handle: &Arc<HandleInner>) {
+        self.handles.all.lock().push(handle.clone());
+    }
+}

@@ -1,0 +1,469 @@
+//! The same protocol with rows in the memory of GPUs.
+//!
+//! Everything a host rank does in a call is submitted to a stream here: what is announced, awaited
+//! and moved are kernels and stream operations on the *comm stream* of the lane, which waits for the
+//! caller's queue and which the caller's queue waits for. The host learns counts and verdicts from
+//! reports in page-locked memory, and only waits for them where the caller needs them: in exact
+//! mode, or when it asks.
+//!
+//! The steps are those of [`crate::dispatch`] and [`crate::fold`]; kernels never touch flags.
+
+mod build;
+mod combine;
+mod dispatch;
+mod memory;
+mod report;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use ep_kernels::cuda::moe::{
+    AnnounceArgs, LayoutKernels, MoeHeader, MoeOp, MoeShape, MoveKernels, MovePlan,
+};
+use ep_kernels::cuda::{
+    CaptureRelaxed, CudaError, Device, DeviceMemory, Event as Point, EventPool, MappedHost,
+    PointerPlace, Stream,
+};
+use ep_transport::{Queue, StreamSide};
+use parking_lot::Mutex;
+
+pub(crate) use build::{Prepared, Sizes};
+pub(crate) use combine::{Folding, combine_all};
+pub(crate) use dispatch::{Sending, dispatch_all};
+pub(crate) use memory::{HandleMemory, Handles, Told};
+pub(crate) use report::Ticket;
+
+use crate::ep::Inner;
+use crate::notify::{Header, Phase};
+use crate::result::Dispatched;
+use crate::slots::Slot;
+use crate::{EpError, Event, Owned, Result};
+
+/// How the kernels of a layer are launched; what is not said is chosen for the device.
+#[derive(Clone, Copy, Debug, Default)]
+#[non_exhaustive]
+pub struct Tuning {
+    /// Moves tokens to their ranks.
+    pub dispatch: Option<MovePlan>,
+    /// Copies received rows to their experts.
+    pub expand: Option<MovePlan>,
+    /// Sums a rank's experts for `Precision::Reduced`.
+    pub reduce: Option<MovePlan>,
+    /// Sums the rows of each token at home.
+    pub combine: Option<MovePlan>,
+}
+
+/// A layer's communication on one GPU.
+#[derive(Debug)]
+pub(crate) struct Gpu {
+    pub device: Device,
+    pub ordinal: usize,
+    layout: LayoutKernels,
+    moves: MoveKernels,
+    shape: MoeShape,
+    tuning: Tuning,
+    sms: u32,
+    lanes: Vec<GpuLane>,
+    handles: Handles,
+    slots: Mutex<SlotStates>,
+    events: Arc<EventPool>,
+    side: StreamSide,
+    /// Tables, lanes, scratch and handles.
+    memory: Option<DeviceMemory>,
+    /// Reports and what handles tell.
+    pinned: Option<MappedHost<u8>>,
+    sizes: Sizes,
+}
+
+// Addresses and handles of the driver, which may be used from any thread.
+impl std::panic::RefUnwindSafe for Gpu {}
+
+/// A lane's stream and its memory.
+#[derive(Debug)]
+struct GpuLane {
+    stream: Stream,
+    queue: Queue,
+    state: u64,
+    scratch: u64,
+    reports: u64,
+    tickets: AtomicU64,
+}
+
+/// What is known of slots beyond who owns them.
+#[derive(Debug, Default)]
+struct SlotStates {
+    /// When peers may have the slot again.
+    free_at: Vec<Option<Arc<Point>>>,
+    /// Slots that graphs use: never given to calls outside of captures.
+    captured: u64,
+    /// Those of them that no result owns.
+    captured_free: u64,
+}
+
+/// An operation that has been given its place on a lane's stream.
+#[derive(Debug)]
+pub(crate) struct Turn {
+    lane: usize,
+    pub capturing: bool,
+    pub ticket: Ticket,
+}
+
+/// What one of this module's own calls of the driver says.
+fn cuda<T>(result: std::result::Result<T, CudaError>) -> Result<T> {
+    Ok(result?)
+}
+
+impl Gpu {
+    fn lane(&self, index: usize) -> &GpuLane {
+        &self.lanes[index]
+    }
+
+    /// Checks the caller's queue and lets the lane's stream wait for it.
+    fn begin(&self, op: &'static str, lane: usize, queue: &Queue) -> Result<Turn> {
+        let (raw, ordinal) = self.raw(op, queue)?;
+        if ordinal != self.ordinal {
+            let detail = format!(
+                "the queue is a stream of GPU {ordinal}, the layer works on GPU {}",
+                self.ordinal
+            );
+            return Err(EpError::argument(op, detail));
+        }
+        // SAFETY: by the contract of the queue, its stream is live.
+        let capturing = unsafe {
+            self.device.check_stream(op, raw)?;
+            self.device.is_capturing(raw)?
+        };
+        let lane_state = self.lane(lane);
+        let ticket = match capturing {
+            true => Ticket::CAPTURED,
+            false => Ticket::new(lane_state.tickets.fetch_add(1, Ordering::Relaxed) + 1),
+        };
+        // SAFETY: both streams are live and of this device.
+        unsafe { self.events.record(raw)?.order(lane_state.stream.raw())? };
+        Ok(Turn { lane, capturing, ticket })
+    }
+
+    fn raw(
+        &self,
+        op: &'static str,
+        queue: &Queue,
+    ) -> Result<(cudarc::driver::sys::CUstream, usize)> {
+        queue.raw().ok_or_else(|| {
+            let detail = "the layer works on a GPU: pass a stream as the queue";
+            EpError::argument(op, detail)
+        })
+    }
+
+    /// Lets work submitted to the lane's stream from now on wait for what `queue` has now.
+    fn follow(&self, op: &'static str, turn: &Turn, queue: &Queue) -> Result<()> {
+        let (raw, _) = self.raw(op, queue)?;
+        // SAFETY: both streams are live and of this device.
+        cuda(unsafe {
+            self.device
+                .check_stream(op, raw)
+                .and_then(|()| self.events.record(raw)?.order(self.lane(turn.lane).stream.raw()))
+        })
+    }
+
+    /// Lets `queue` wait for everything on the lane's stream so far.
+    fn finish(&self, op: &'static str, turn: &Turn, queue: &Queue) -> Result<Arc<Point>> {
+        let (raw, _) = self.raw(op, queue)?;
+        // SAFETY: both streams are live and of this device.
+        let point = unsafe {
+            let point = self.events.record(self.lane(turn.lane).stream.raw())?;
+            point.order(raw)?;
+            point
+        };
+        Ok(Arc::new(point))
+    }
+
+    /// The struct every kernel of an operation takes.
+    fn op(&self, ep: &Inner, turn: &Turn) -> MoeOp {
+        let lane = self.lane(turn.lane);
+        let progress = self.side.progress + 8 * u64::from(Phase::Posted.flag(turn.lane));
+        MoeOp {
+            lane: lane.state,
+            mailboxes: ep.local(ep.window.mailbox(turn.lane, 0)) as u64,
+            report: turn.ticket.report(lane.reports, self.sizes.report),
+            ticket: turn.ticket.number(),
+            progress,
+            lane_index: turn.lane as u64,
+        }
+    }
+
+    /// Announces an operation whose counts are known to all.
+    fn announce(&self, ep: &Inner, turn: &Turn, header: Header, handle: u64) -> Result<()> {
+        let args =
+            AnnounceArgs { shape: self.shape, op: self.op(ep, turn), header: moe(header), handle };
+        // SAFETY: the stream is live; addresses are those of this layer's memory, which outlives
+        // its streams' work.
+        cuda(unsafe { self.layout.announce(self.lane(turn.lane).stream.raw(), &args) })
+    }
+
+    fn signal(&self, ep: &Inner, turn: &Turn, phase: Phase) -> Result<()> {
+        let flag = phase.flag(turn.lane);
+        ep.peers.iter().try_for_each(|&peer| {
+            let signalled = ep.link.signal(&self.lane(turn.lane).queue, peer, flag);
+            ep.check("signal", signalled)
+        })
+    }
+
+    fn wait(&self, ep: &Inner, turn: &Turn, op: &'static str, phase: Phase) -> Result<()> {
+        let (queue, flag) = (&self.lane(turn.lane).queue, phase.flag(turn.lane));
+        ep.check(op, ep.link.wait(queue, op, &ep.peers, flag, ep.deadline()))
+    }
+
+    /// The plan of a kernel that moves rows.
+    fn plan(&self, tuned: Option<MovePlan>, chosen: MovePlan) -> MovePlan {
+        tuned.unwrap_or(chosen)
+    }
+
+    /// That `address` is in this GPU's memory and aligned as bulk copies need it.
+    fn check_address(&self, op: &'static str, what: &str, address: u64, align: u64) -> Result<()> {
+        if !address.is_multiple_of(align) {
+            let detail = format!("{what} are at {address:#x}; a multiple of {align} is needed");
+            return Err(EpError::argument(op, detail));
+        }
+        match self.device.place_of(address)? {
+            PointerPlace::Device(ordinal) if ordinal == self.ordinal => Ok(()),
+            other => {
+                let detail = format!(
+                    "{what} are in {other:?} memory, the layer works on GPU {}",
+                    self.ordinal
+                );
+                Err(EpError::argument(op, detail))
+            }
+        }
+    }
+
+    /// As [`Gpu::check_address`], for rows that are moved by bulk copies.
+    fn check_rows(
+        &self,
+        op: &'static str,
+        what: &str,
+        (base, stride, rows): (u64, usize, usize),
+        align: u64,
+    ) -> Result<()> {
+        if rows == 0 {
+            return Ok(());
+        }
+        self.check_address(op, what, base, align)?;
+        match rows == 1 || (stride as u64).is_multiple_of(align) {
+            true => Ok(()),
+            false => {
+                let detail =
+                    format!("{what} are {stride} bytes apart; a multiple of {align} is needed");
+                Err(EpError::argument(op, detail))
+            }
+        }
+    }
+}
+
+/// Slots on streams.
+impl Gpu {
+    /// A slot for rows that the caller writes in the order of `queue`.
+    pub fn slot_for(
+        &self,
+        ep: &Arc<Inner>,
+        op: &'static str,
+        lane: usize,
+        queue: &Queue,
+    ) -> Result<Slot> {
+        let turn = self.begin(op, lane, queue)?;
+        let mut slot = self.take_slot(ep, op, &turn)?;
+        self.finish(op, &turn, queue)?;
+        slot.used_on(queue);
+        Ok(slot)
+    }
+
+    /// A slot that peers may have once the lane's stream gets there.
+    fn take_slot(&self, ep: &Arc<Inner>, op: &'static str, turn: &Turn) -> Result<Slot> {
+        let index = match turn.capturing {
+            true => self.take_captured(ep, op)?,
+            false => ep.slots.take().ok_or(EpError::NoFreeSlot { op, slots: ep.slots.count() })?,
+        };
+        let slot = Slot::adopt(ep, index);
+        let free_at = self.slots.lock().free_at[index].take();
+        if let Some(point) = free_at.filter(|_| !turn.capturing) {
+            // SAFETY: the lane's stream is live.
+            unsafe { point.order(self.lane(turn.lane).stream.raw())? };
+        }
+        Ok(slot)
+    }
+
+    /// A slot for a graph: one that graphs use already, else one whose last user has finished.
+    fn take_captured(&self, ep: &Inner, op: &'static str) -> Result<usize> {
+        let none = EpError::NoFreeSlot { op, slots: ep.slots.count() };
+        let mut states = self.slots.lock();
+        if states.captured_free != 0 {
+            let index = states.captured_free.trailing_zeros() as usize;
+            states.captured_free &= states.captured_free - 1;
+            return Ok(index);
+        }
+        let index = ep.slots.take().ok_or(none)?;
+        let _relaxed = CaptureRelaxed::enter(&self.device)?;
+        let busy = match &states.free_at[index] {
+            Some(point) => !point.is_done()?,
+            None => false,
+        };
+        if busy {
+            ep.slots.give_back(index);
+            let detail = "the free slot is still read by work submitted before the capture; \
+                          synchronise before capturing";
+            return Err(EpError::argument(op, detail));
+        }
+        states.free_at[index] = None;
+        states.captured |= 1 << index;
+        Ok(index)
+    }
+
+    /// A slot that an eager call filled is used by a graph from now on.
+    fn capture_slot(&self, index: usize) {
+        self.slots.lock().captured |= 1 << index;
+    }
+
+    /// The slot's owner is done with it, on `last` if it was used on a stream.
+    pub fn give_back(&self, ep: &Inner, index: usize, last: Option<Queue>) {
+        let mut states = self.slots.lock();
+        if states.captured & 1 << index != 0 {
+            states.captured_free |= 1 << index;
+            return;
+        }
+        if let Some((raw, _)) = last.and_then(|queue| queue.raw()) {
+            // SAFETY: a queue's stream is live as long as what was submitted to it.
+            match unsafe { self.events.record(raw) } {
+                Ok(point) => states.free_at[index] = Some(Arc::new(point)),
+                Err(error) => {
+                    // Never offered to peers again, rather than while it may be read.
+                    tracing::warn!("slot {index} is given up: {error}");
+                    return;
+                }
+            }
+        }
+        drop(states);
+        ep.slots.give_back(index);
+    }
+
+    /// The slot may be offered after `point`.
+    fn free_after(&self, slot: &mut Slot, point: &Arc<Point>, turn: &Turn) {
+        slot.unused();
+        if !turn.capturing {
+            self.slots.lock().free_at[slot.index()] = Some(point.clone());
+        }
+    }
+
+    /// The event of a release: everything on `queue` so far.
+    pub fn released(&self, ep: &Arc<Inner>, queue: &Queue) -> Event {
+        let Some((raw, _)) = queue.raw() else { return Event::done() };
+        // SAFETY: the queue's stream is live.
+        match unsafe {
+            self.device.is_capturing(raw).and_then(|c| Ok((self.events.record(raw)?, c)))
+        } {
+            Ok((point, captured)) => Event::on_stream(ep.clone(), Arc::new(point), None, captured),
+            Err(_) => Event::done(),
+        }
+    }
+}
+
+/// Copies of results.
+impl Gpu {
+    pub fn download(&self, from: &Dispatched, queue: &Queue) -> Result<Owned> {
+        const OP: &str = "to_host";
+        let (raw, _) = self.raw(OP, queue)?;
+        let deadline = from.ep.deadline();
+        let point = unsafe {
+            // SAFETY: the queue's stream is live.
+            self.events.record(raw)?
+        };
+        self.await_point(&from.ep, OP, &point, deadline)?;
+        let staging = self.device.stream(0)?;
+        Owned::download(from, |to, at, bytes| {
+            // SAFETY: the rows are in the slot that `from` owns, `to` has so many bytes, and the
+            // wait below keeps both until the copy is done.
+            unsafe { self.device.copy(staging.raw(), to as u64, at as u64, bytes)? };
+            Ok(staging.wait(OP, deadline.remaining())?)
+        })
+    }
+
+    pub fn duplicate(&self, from: &Dispatched, queue: &Queue) -> Result<Owned> {
+        const OP: &str = "into_owned";
+        let (raw, _) = self.raw(OP, queue)?;
+        let deadline = from.ep.deadline();
+        let staging = self.device.stream(0)?;
+        // SAFETY: the queue's stream is live.
+        let point = unsafe { self.events.record(raw)? };
+        self.await_point(&from.ep, OP, &point, deadline)?;
+        Owned::duplicate(from, |at, bytes| {
+            let memory = DeviceMemory::zeroed(&staging, bytes, deadline.remaining())?;
+            // SAFETY: the rows are in the slot that `from` owns; the wait keeps both until the copy
+            // is done.
+            unsafe { self.device.copy(staging.raw(), memory.address(), at as u64, bytes)? };
+            staging.wait(OP, deadline.remaining())?;
+            Ok(memory)
+        })
+    }
+
+    /// Waits, bounded, on the host for a point in a stream.
+    pub fn await_point(
+        &self,
+        ep: &Inner,
+        op: &'static str,
+        point: &Point,
+        deadline: ep_transport::Deadline,
+    ) -> Result<()> {
+        let mut spins = 0u32;
+        while !point.is_done()? {
+            if deadline.expired() {
+                let (peers, hint) = (Vec::new(), " (work on the stream did not end)".into());
+                let after = deadline.length();
+                return Err(ep_transport::TransportError::Timeout { op, peers, after, hint }.into());
+            }
+            pause(&mut spins);
+        }
+        ep.usable(op)
+    }
+}
+
+/// Spins first, since most waits are short, then sleeps.
+fn pause(spins: &mut u32) {
+    *spins = spins.saturating_add(1);
+    if *spins < 20_000 {
+        std::hint::spin_loop();
+    } else {
+        std::thread::sleep(std::time::Duration::from_micros(20));
+    }
+}
+
+impl Drop for Gpu {
+    fn drop(&mut self) {
+        // Nothing is freed under the feet of a kernel: after a failure waits are released, so
+        // streams end; should one not, its memory is left to it.
+        let limit = std::time::Duration::from_secs(20);
+        let idle = self.lanes.iter().all(|lane| {
+            lane.stream
+                .wait("the end of a lane's work", limit)
+                .inspect_err(|e| tracing::warn!("{e}"))
+                .is_ok()
+        });
+        if !idle {
+            self.memory.take().map(DeviceMemory::leak);
+            self.pinned.take().map(MappedHost::leak);
+        }
+    }
+}
+
+fn moe(h: Header) -> MoeHeader {
+    MoeHeader {
+        op: h.op,
+        slot: h.slot,
+        sequence: h.sequence,
+        layout: h.layout,
+        payload: h.payload,
+        received: h.received,
+        handle: h.handle,
+        options: h.options,
+        status: h.status,
+        bad_token: h.bad_token,
+        bad_id: h.bad_id,
+    }
+}

@@ -1,0 +1,218 @@
+//! Flags in host memory that all ranks of a host and all their GPUs see.
+//!
+//! A rank's board, in one page-locked piece of shared memory: a `u32` per (flag, source), each in a
+//! cache line of its own; then per flag a `u32` that says that a stream waits for it; then the words
+//! of [`StreamSide`]. Streams write and await the words by memory operations, hosts by atomics.
+
+use std::collections::HashMap;
+use std::ffi::c_void;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, LazyLock, Weak};
+
+use parking_lot::Mutex;
+
+use super::driver::{Gpu, OP};
+use crate::{Link, Reach, Result, StreamSide, TransportError};
+
+const LINE: usize = 64;
+/// `CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP`.
+const PORTABLE_MAPPED: u32 = 1 | 2;
+
+/// Where things are on a board.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Map {
+    flags: u32,
+    world: usize,
+}
+
+impl Map {
+    pub fn new(flags: u32, world: usize) -> Self {
+        Self { flags, world }
+    }
+
+    fn flag(&self, flag: u32, source: usize) -> usize {
+        (flag as usize * self.world + source) * LINE
+    }
+
+    fn waiting(&self, flag: u32) -> usize {
+        self.flag(self.flags, 0) + flag as usize * LINE
+    }
+
+    fn progress(&self) -> usize {
+        self.waiting(self.flags)
+    }
+
+    fn poisoned(&self) -> usize {
+        (self.progress() + 8 * self.flags as usize).next_multiple_of(LINE)
+    }
+
+    pub fn bytes(&self) -> usize {
+        self.poisoned() + LINE
+    }
+}
+
+/// Page-locked memory that the GPUs of this process see.
+#[derive(Debug)]
+struct Registered {
+    gpu: Arc<Gpu>,
+    at: usize,
+    /// Its first byte as GPUs see it.
+    device: u64,
+}
+
+impl Registered {
+    /// Locks `bytes` at `at`. Threads of one process that share memory share its registration.
+    fn new(gpu: &Arc<Gpu>, at: *mut u8, bytes: usize) -> Result<Arc<Self>> {
+        static ALL: LazyLock<Mutex<HashMap<usize, Weak<Registered>>>> =
+            LazyLock::new(Mutex::default);
+        let mut all = ALL.lock();
+        if let Some(known) = all.get(&(at as usize)).and_then(Weak::upgrade) {
+            return Ok(known);
+        }
+        let _current = gpu.current(OP)?;
+        let (driver, mut device) = (gpu.driver, 0);
+        // SAFETY: the range is mapped for as long as the link that holds it and this value.
+        let code = unsafe { (driver.host_register)(at.cast::<c_void>(), bytes, PORTABLE_MAPPED) };
+        gpu.check(OP, "cuMemHostRegister", code)?;
+        let made = |device| Arc::new(Self { gpu: gpu.clone(), at: at as usize, device });
+        // SAFETY: just registered as mapped.
+        let code = unsafe { (driver.host_pointer)(&mut device, at.cast::<c_void>(), 0) };
+        let registered = made(device);
+        gpu.check(OP, "cuMemHostGetDevicePointer", code)?;
+        all.retain(|_, known| known.strong_count() > 0);
+        all.insert(at as usize, Arc::downgrade(&registered));
+        Ok(registered)
+    }
+}
+
+impl Drop for Registered {
+    fn drop(&mut self) {
+        let Ok(_current) = self.gpu.current("close") else { return };
+        // SAFETY: registered by `new`; streams that used it have ended, by the contract of a link.
+        let code = unsafe { (self.gpu.driver.host_unregister)(self.at as *mut c_void) };
+        if code != 0 {
+            tracing::warn!(code, "cuMemHostUnregister failed");
+        }
+    }
+}
+
+/// The boards of all ranks, as one rank sees them.
+#[derive(Clone, Debug)]
+pub(super) struct Board {
+    map: Map,
+    rank: usize,
+    /// By rank: where the board is for the host and for GPUs.
+    boards: Arc<Vec<(usize, Arc<Registered>)>>,
+    /// Keeps the shared memory mapped. Unregistered before it is unmapped: fields drop in order.
+    _shared: Arc<dyn Link>,
+}
+
+impl Board {
+    /// Over the windows of a host link, each at least `map.bytes()` long.
+    pub fn new(gpu: &Arc<Gpu>, shared: Arc<dyn Link>, map: Map, rank: usize) -> Result<Self> {
+        const PAGE: usize = 4096;
+        let board = |peer: usize| {
+            let Reach::Direct(mapping) = shared.reach(peer) else {
+                let detail = format!("flags of rank {peer} are not mapped");
+                return Err(TransportError::Unsupported { op: OP, detail });
+            };
+            let at = mapping.base.as_ptr();
+            let bytes = map.bytes().next_multiple_of(PAGE);
+            Ok((at as usize, Registered::new(gpu, at, bytes)?))
+        };
+        let boards = (0..map.world).map(board).collect::<Result<Vec<_>>>()?;
+        Ok(Self { map, rank, boards: Arc::new(boards), _shared: shared })
+    }
+
+    pub fn flags(&self) -> u32 {
+        self.map.flags
+    }
+
+    fn word(&self, rank: usize, offset: usize) -> &AtomicU32 {
+        let at = self.boards[rank].0 + offset;
+        // SAFETY: an aligned word of a board that stays mapped while `self` lives; all who access
+        // it do so atomically.
+        unsafe { AtomicU32::from_ptr(at as *mut u32) }
+    }
+
+    /// The flag that this rank raises at `peer`, as GPUs see it.
+    pub fn theirs(&self, peer: usize, flag: u32) -> u64 {
+        self.boards[peer].1.device + self.map.flag(flag, self.rank) as u64
+    }
+
+    /// The flag that `source` raises here, as GPUs see it.
+    pub fn ours(&self, source: usize, flag: u32) -> u64 {
+        self.boards[self.rank].1.device + self.map.flag(flag, source) as u64
+    }
+
+    /// The word that says that a stream waits for a flag, as GPUs see it.
+    pub fn waiting_word(&self, flag: u32) -> u64 {
+        self.boards[self.rank].1.device + self.map.waiting(flag) as u64
+    }
+
+    pub fn set(&self, peer: usize, flag: u32) {
+        // Release: what this thread did before is seen by who sees the flag.
+        self.word(peer, self.map.flag(flag, self.rank)).store(1, Ordering::Release);
+    }
+
+    pub fn is_set(&self, flag: u32, source: usize) -> bool {
+        self.word(self.rank, self.map.flag(flag, source)).load(Ordering::Acquire) != 0
+    }
+
+    pub fn reset(&self, flag: u32, source: usize) {
+        self.word(self.rank, self.map.flag(flag, source)).store(0, Ordering::Relaxed);
+    }
+
+    pub fn waiting(&self, flag: u32) -> bool {
+        self.word(self.rank, self.map.waiting(flag)).load(Ordering::Relaxed) != 0
+    }
+
+    pub fn progress(&self, flag: u32) -> u64 {
+        let at = self.boards[self.rank].0 + self.map.progress() + 8 * flag as usize;
+        // SAFETY: as in `word`.
+        unsafe { AtomicU64::from_ptr(at as *mut u64) }.load(Ordering::Relaxed)
+    }
+
+    pub fn poison(&self) {
+        // Release: before any flag that is raised to release a stream.
+        self.word(self.rank, self.map.poisoned()).store(1, Ordering::Release);
+    }
+
+    /// Raises all flags here, so that streams get past their waits.
+    pub fn release(&self) {
+        for flag in 0..self.map.flags {
+            for source in 0..self.map.world {
+                self.word(self.rank, self.map.flag(flag, source)).store(1, Ordering::Release);
+            }
+        }
+    }
+
+    pub fn side(&self) -> StreamSide {
+        let device = self.boards[self.rank].1.device;
+        StreamSide {
+            poisoned: device + self.map.poisoned() as u64,
+            progress: device + self.map.progress() as u64,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn words_of_a_board_are_apart() {
+        for (flags, world) in [(1, 1), (4, 2), (6, 7)] {
+            let map = Map::new(flags, world);
+            let mut words: Vec<(usize, usize)> = (0..flags)
+                .flat_map(|f| (0..world).map(move |s| (map.flag(f, s), 4)))
+                .chain((0..flags).map(|f| (map.waiting(f), 4)))
+                .chain((0..flags as usize).map(|f| (map.progress() + 8 * f, 8)))
+                .chain([(map.poisoned(), 4)])
+                .collect();
+            words.sort_unstable();
+            assert!(words.windows(2).all(|w| w[0].0 + w[0].1 <= w[1].0));
+            assert!(words.iter().all(|w| w.0 % w.1 == 0 && w.0 + w.1 <= map.bytes()));
+        }
+    }
+}

@@ -1,0 +1,267 @@
+//! The link of one rank.
+
+use std::ptr::NonNull;
+use std::sync::Arc;
+use std::time::Duration;
+
+use cudarc::driver::sys::CUstream;
+
+use super::driver::{Gpu, MemOp};
+use super::memory::{Mapped, Setup};
+use super::watchdog::Watchdog;
+use crate::{
+    Deadline, Group, Link, Mapping, Memory, Put, Queue, Reach, Result, StreamSide, TransportError,
+    WindowSpec,
+};
+
+/// `CU_STREAM_MEM_OP_WAIT_VALUE_32`, `CU_STREAM_MEM_OP_WRITE_VALUE_32`; `CU_STREAM_WAIT_VALUE_EQ`,
+/// `CU_STREAM_WRITE_VALUE_NO_MEMORY_BARRIER`.
+const WAIT: u64 = 1;
+const WRITE: u64 = 2;
+const EQUAL: u64 = 1;
+const NO_BARRIER: u64 = 1;
+/// The driver takes at most 256 operations in a batch.
+const BATCH: usize = 128;
+/// How often a waiting host looks at flags that streams raise: no futex hears of them.
+const POLL: Duration = Duration::from_micros(50);
+
+#[derive(Debug)]
+pub(super) struct NvlinkLink {
+    pub group: Group,
+    pub spec: WindowSpec,
+    pub gpu: Arc<Gpu>,
+    /// By rank. Dropped after the watchdog, which knows nothing of them.
+    pub windows: Vec<Mapped>,
+    pub watchdog: Watchdog,
+    /// Makes the watchdog look at the group's health when there is news.
+    pub _bell: Arc<dyn Bell>,
+}
+
+/// What a link keeps alive for the group's health.
+pub(super) trait Bell: Send + Sync + std::fmt::Debug {}
+
+/// The operations of a wait for `flag` of all `sources`, in chunks for the driver: the watchdog is
+/// told between `begun` and `ended` writes; each flag is awaited, then reset.
+pub(super) fn wait_ops(
+    waiting: u64,
+    flags: impl Iterator<Item = u64> + Clone,
+    mut submit: impl FnMut(&mut [MemOp]) -> Result<()>,
+) -> Result<()> {
+    let write = |address, value| MemOp {
+        operation: WRITE,
+        address,
+        value,
+        flags: NO_BARRIER,
+        ..MemOp::default()
+    };
+    let wait =
+        |address| MemOp { operation: WAIT, address, value: 1, flags: EQUAL, ..MemOp::default() };
+    let all = [write(waiting, 1)]
+        .into_iter()
+        .chain(flags.flat_map(|at| [wait(at), write(at, 0)]))
+        .chain([write(waiting, 0)]);
+    let mut chunk = [MemOp::default(); BATCH];
+    let mut count = 0;
+    for op in all {
+        chunk[count] = op;
+        count += 1;
+        if count == BATCH {
+            submit(&mut chunk)?;
+            count = 0;
+        }
+    }
+    if count > 0 { submit(&mut chunk[..count]) } else { Ok(()) }
+}
+
+impl NvlinkLink {
+    fn check_rank(&self, op: &'static str, peer: usize) -> Result<()> {
+        let world = self.group.world();
+        if peer < world {
+            return Ok(());
+        }
+        Err(TransportError::Argument { op, detail: format!("rank {peer} of {world}") })
+    }
+
+    fn check_flag(&self, op: &'static str, flag: u32) -> Result<()> {
+        let flags = self.spec.flags;
+        if flag < flags {
+            return Ok(());
+        }
+        Err(TransportError::Argument { op, detail: format!("flag {flag} of {flags}") })
+    }
+
+    fn mapping(&self, rank: usize) -> Mapping {
+        let base = self.windows[rank].base as *mut u8;
+        // The driver maps nothing at 0.
+        Mapping { base: NonNull::new(base).unwrap_or(NonNull::dangling()), bytes: self.spec.bytes }
+    }
+
+    fn wait_on_stream(&self, stream: CUstream, peers: &[usize], flag: u32) -> Result<()> {
+        const OP: &str = "wait";
+        let board = &self.watchdog.shared.board;
+        let _current = self.gpu.current(OP)?;
+        let flags = peers.iter().map(|&peer| board.ours(peer, flag));
+        wait_ops(board.waiting_word(flag), flags, |ops| {
+            // SAFETY: the words are page-locked while this link lives, and the queue's stream is
+            // live; the driver copies the operations.
+            let code =
+                unsafe { (self.gpu.driver.batch)(stream, ops.len() as u32, ops.as_mut_ptr(), 0) };
+            self.gpu.check(OP, "cuStreamBatchMemOp", code)
+        })
+    }
+
+    /// Blocks the calling thread. Streams raise flags by plain stores, so it has to look.
+    fn wait_on_host(
+        &self,
+        op: &'static str,
+        peers: &[usize],
+        flag: u32,
+        deadline: Deadline,
+    ) -> Result<()> {
+        let board = &self.watchdog.shared.board;
+        loop {
+            let absent: Vec<usize> =
+                peers.iter().copied().filter(|&peer| !board.is_set(flag, peer)).collect();
+            if absent.is_empty() {
+                peers.iter().for_each(|&peer| board.reset(flag, peer));
+                return Ok(());
+            }
+            self.group.health().check_waiting(op, &absent)?;
+            if deadline.expired() {
+                let after = deadline.length();
+                return Err(TransportError::Timeout {
+                    op,
+                    peers: absent,
+                    after,
+                    hint: String::new(),
+                });
+            }
+            std::thread::sleep(POLL);
+        }
+    }
+}
+
+// SAFETY: mappings are of windows that `self` holds, of the spec's size, exchanged and tried when it
+// was made; flags and order are those of stream memory operations and of kernels' ends, as design
+// and conformance have them.
+unsafe impl Link for NvlinkLink {
+    fn window(&self) -> Mapping {
+        self.mapping(self.group.rank())
+    }
+
+    fn memory(&self) -> Memory {
+        Memory::Cuda { ordinal: self.gpu.ordinal }
+    }
+
+    fn stream_side(&self) -> Option<StreamSide> {
+        Some(self.watchdog.shared.board.side())
+    }
+
+    fn reach(&self, peer: usize) -> Reach {
+        Reach::Direct(self.mapping(peer))
+    }
+
+    fn put(&self, queue: &Queue, put: Put) -> Result<()> {
+        self.check_rank("put", put.peer)?;
+        let inside =
+            |start: usize| start.checked_add(put.bytes).is_some_and(|e| e <= self.spec.bytes);
+        if !inside(put.from) || !inside(put.to) {
+            let detail = format!("{put:?} leaves the window of {} bytes", self.spec.bytes);
+            return Err(TransportError::Argument { op: "put", detail });
+        }
+        if put.bytes == 0 {
+            return Ok(());
+        }
+        let from = self.windows[self.group.rank()].base + put.from as u64;
+        let to = self.windows[put.peer].base + put.to as u64;
+        let Some((stream, _)) = queue.raw() else {
+            let limit = Deadline::after(Duration::from_secs(30));
+            return Setup::new(&self.gpu)?.copy(to, from, put.bytes, limit);
+        };
+        let _current = self.gpu.current("put")?;
+        // SAFETY: both ranges were just checked to lie in windows that stay mapped while `self`
+        // lives.
+        let code = unsafe { (self.gpu.driver.copy)(to, from, put.bytes, stream) };
+        self.gpu.check("put", "cuMemcpyAsync", code)
+    }
+
+    /// Puts read their sources in the order of their queue, so there is nothing to wait for.
+    fn flush(&self, _queue: &Queue, _deadline: Deadline) -> Result<()> {
+        Ok(())
+    }
+
+    fn signal(&self, queue: &Queue, peer: usize, flag: u32) -> Result<()> {
+        const OP: &str = "signal";
+        self.check_rank(OP, peer)?;
+        self.check_flag(OP, flag)?;
+        let board = &self.watchdog.shared.board;
+        let Some((stream, _)) = queue.raw() else {
+            board.set(peer, flag);
+            return Ok(());
+        };
+        let _current = self.gpu.current(OP)?;
+        // SAFETY: the word is page-locked while this link lives. Without a flag the write comes
+        // after a fence for everything before it on the stream.
+        let code = unsafe { (self.gpu.driver.write_value)(stream, board.theirs(peer, flag), 1, 0) };
+        self.gpu.check(OP, "cuStreamWriteValue32", code)
+    }
+
+    fn wait(
+        &self,
+        queue: &Queue,
+        op: &'static str,
+        peers: &[usize],
+        flag: u32,
+        deadline: Deadline,
+    ) -> Result<()> {
+        self.check_flag(op, flag)?;
+        peers.iter().try_for_each(|&peer| self.check_rank(op, peer))?;
+        match queue.raw() {
+            None => self.wait_on_host(op, peers, flag, deadline),
+            Some(_) if peers.is_empty() => Ok(()),
+            Some((stream, _)) => {
+                self.watchdog.shared.waits.submit(op, flag, peers, deadline.length());
+                self.wait_on_stream(stream, peers, flag)
+            }
+        }
+    }
+
+    fn ready(&self, peers: &[usize], flag: u32) -> bool {
+        let board = &self.watchdog.shared.board;
+        let known = |peer| peer < self.group.world() && flag < self.spec.flags;
+        let absent = |&&peer: &&usize| !(known(peer) && board.is_set(flag, peer));
+        let mut absent = peers.iter().filter(absent).peekable();
+        let fails = |&peer: &usize| self.group.health().check_waiting("ready", &[peer]).is_err();
+        absent.peek().is_none() || absent.any(fails)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_flag_is_awaited_then_reset_inside_the_watched_span() {
+        for count in [0, 1, 2, 63, 64, 200] {
+            let mut all = Vec::new();
+            let mut sizes = Vec::new();
+            wait_ops(7, (0..count).map(|i| 1000 + 64 * i), |ops| {
+                sizes.push(ops.len());
+                all.extend_from_slice(ops);
+                Ok(())
+            })
+            .unwrap();
+            assert!(sizes.iter().all(|&n| n > 0 && n <= 256));
+            let (first, last) = (all[0], all[all.len() - 1]);
+            assert_eq!((first.operation, first.address, first.value), (WRITE, 7, 1));
+            assert_eq!((last.operation, last.address, last.value), (WRITE, 7, 0));
+            let inner = &all[1..all.len() - 1];
+            assert_eq!(inner.len() as u64, 2 * count);
+            for (i, pair) in inner.chunks(2).enumerate() {
+                let at = 1000 + 64 * i as u64;
+                assert_eq!((pair[0].operation, pair[0].address, pair[0].value), (WAIT, at, 1));
+                assert_eq!((pair[1].operation, pair[1].address, pair[1].value), (WRITE, at, 0));
+            }
+        }
+    }
+}

@@ -1,0 +1,231 @@
+//! Waits on streams end: a thread that looks at flags and releases them when their time is over or
+//! the group has failed. It makes no call of the driver.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex};
+
+use super::board::Board;
+use crate::{Group, TransportError};
+
+/// How often flags are looked at, while they are released and otherwise.
+const RELEASING: Duration = Duration::from_millis(1);
+const LOOKING: Duration = Duration::from_millis(5);
+
+/// What a wait was seen doing.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Seen {
+    progress: u64,
+    absent: Vec<usize>,
+}
+
+/// When each flag's wait began to look as it does now.
+#[derive(Debug, Default)]
+pub(super) struct Progress(Vec<Option<(Seen, Instant)>>);
+
+impl Progress {
+    /// Notes what is to be seen of a flag. True if it has looked so for longer than `allowed`.
+    fn stuck(&mut self, flag: usize, seen: Option<Seen>, allowed: Duration, now: Instant) -> bool {
+        if self.0.len() <= flag {
+            self.0.resize(flag + 1, None);
+        }
+        let Some(seen) = seen.filter(|seen| !seen.absent.is_empty()) else {
+            self.0[flag] = None;
+            return false;
+        };
+        match &self.0[flag] {
+            Some((before, since)) if *before == seen => now.duration_since(*since) > allowed,
+            _ => {
+                self.0[flag] = Some((seen, now));
+                false
+            }
+        }
+    }
+}
+
+/// What callers told of their waits.
+#[derive(Debug)]
+pub(super) struct Waits {
+    /// Nanoseconds a wait may take, by flag.
+    allowed: Vec<AtomicU64>,
+    /// Which peers it waits for: all that were ever asked for.
+    peers: Vec<Mutex<(Vec<usize>, &'static str)>>,
+}
+
+impl Waits {
+    pub fn new(flags: u32) -> Self {
+        Self {
+            allowed: (0..flags).map(|_| AtomicU64::new(0)).collect(),
+            peers: (0..flags).map(|_| Mutex::new((Vec::new(), "a wait on a stream"))).collect(),
+        }
+    }
+
+    /// A wait for `flag` is about to be submitted.
+    pub fn submit(&self, op: &'static str, flag: u32, peers: &[usize], allowed: Duration) {
+        let nanos = u64::try_from(allowed.as_nanos()).unwrap_or(u64::MAX);
+        self.allowed[flag as usize].store(nanos, Ordering::Relaxed);
+        let mut known = self.peers[flag as usize].lock();
+        known.1 = op;
+        if known.0 != peers {
+            known.0.clear();
+            known.0.extend_from_slice(peers);
+        }
+    }
+}
+
+/// What the thread shares with its link.
+#[derive(Debug)]
+pub(super) struct Shared {
+    pub board: Board,
+    pub waits: Waits,
+    stop: AtomicBool,
+    news: AtomicBool,
+    lock: Mutex<()>,
+    bell: Condvar,
+}
+
+/// The thread, stopped when this drops.
+#[derive(Debug)]
+pub(super) struct Watchdog {
+    pub shared: Arc<Shared>,
+    thread: Option<std::thread::JoinHandle<()>>,
+}
+
+impl Watchdog {
+    pub fn start(group: &Group, board: Board, waits: Waits) -> std::io::Result<Self> {
+        let shared = Arc::new(Shared {
+            board,
+            waits,
+            stop: AtomicBool::new(false),
+            news: AtomicBool::new(false),
+            lock: Mutex::new(()),
+            bell: Condvar::new(),
+        });
+        let (of_thread, group) = (shared.clone(), group.clone());
+        let thread = std::thread::Builder::new()
+            .name("ep-watchdog".into())
+            .spawn(move || of_thread.run(&group))?;
+        Ok(Self { shared, thread: Some(thread) })
+    }
+}
+
+impl Shared {
+    /// Makes the thread look at once.
+    pub fn ring(&self) {
+        self.news.store(true, Ordering::Release);
+        self.bell.notify_all();
+    }
+
+    fn run(&self, group: &Group) {
+        let mut progress = Progress::default();
+        let mut poisoned = false;
+        while !self.stop.load(Ordering::Acquire) {
+            if !poisoned {
+                let stuck = self.look(&mut progress);
+                if let Some(error) = &stuck {
+                    group.report(error);
+                }
+                let health = group.health();
+                poisoned = stuck.is_some()
+                    || health.check_waiting("a wait on a stream", &self.waited_for()).is_err();
+                if poisoned {
+                    self.board.poison();
+                }
+            }
+            if poisoned {
+                // Streams reset what they consume; whatever is submitted later passes too.
+                self.board.release();
+            }
+            let mut guard = self.lock.lock();
+            if !self.news.swap(false, Ordering::Acquire) {
+                let slice = if poisoned { RELEASING } else { LOOKING };
+                self.bell.wait_for(&mut guard, slice);
+            }
+        }
+    }
+
+    /// Peers that some stream is waiting for now.
+    fn waited_for(&self) -> Vec<usize> {
+        let mut absent = Vec::new();
+        for flag in (0..self.board.flags()).filter(|&f| self.board.waiting(f)) {
+            let known = self.waits.peers[flag as usize].lock();
+            absent.extend(known.0.iter().filter(|&&peer| !self.board.is_set(flag, peer)));
+        }
+        absent
+    }
+
+    /// The error of a wait that took too long.
+    fn look(&self, progress: &mut Progress) -> Option<TransportError> {
+        let now = Instant::now();
+        for flag in 0..self.board.flags() {
+            let known = self.waits.peers[flag as usize].lock();
+            let seen = self.board.waiting(flag).then(|| Seen {
+                progress: self.board.progress(flag),
+                absent: known.0.iter().copied().filter(|&p| !self.board.is_set(flag, p)).collect(),
+            });
+            let allowed = self.waits.allowed[flag as usize].load(Ordering::Relaxed);
+            let allowed = Duration::from_nanos(allowed);
+            let peers = seen.as_ref().map(|s| s.absent.clone()).unwrap_or_default();
+            if progress.stuck(flag as usize, seen, allowed, now) {
+                let hint = " (waited for on a stream)".into();
+                return Some(TransportError::Timeout { op: known.1, peers, after: allowed, hint });
+            }
+        }
+        None
+    }
+}
+
+impl Drop for Watchdog {
+    fn drop(&mut self) {
+        self.shared.stop.store(true, Ordering::Release);
+        self.shared.ring();
+        if let Some(thread) = self.thread.take()
+            && thread.thread().id() != std::thread::current().id()
+        {
+            let _ = thread.join();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        /// A wait is stuck exactly when it looked the same, with someone absent, for longer than it
+        /// may take.
+        #[test]
+        fn stuck_is_what_never_changed(steps in prop::collection::vec((0u64..3, 0usize..3, 1u64..40), 1..60)) {
+            let (start, allowed) = (Instant::now(), Duration::from_millis(100));
+            let mut progress = Progress::default();
+            let (mut at, mut since) = (0u64, None::<((u64, usize), u64)>);
+            for (number, absent, took) in steps {
+                at += took;
+                let seen = Seen { progress: number, absent: (0..absent).collect() };
+                let stuck = progress.stuck(2, Some(seen), allowed, start + Duration::from_millis(at));
+                if absent == 0 {
+                    since = None;
+                } else if since.is_none_or(|(look, _)| look != (number, absent)) {
+                    since = Some(((number, absent), at));
+                }
+                prop_assert_eq!(stuck, since.is_some_and(|(_, from)| at - from > 100));
+            }
+        }
+    }
+
+    #[test]
+    fn a_wait_that_ended_starts_anew() {
+        let (start, allowed) = (Instant::now(), Duration::from_millis(10));
+        let mut progress = Progress::default();
+        let seen = || Some(Seen { progress: 1, absent: vec![3] });
+        let later = |ms| start + Duration::from_millis(ms);
+        assert!(!progress.stuck(0, seen(), allowed, later(0)));
+        assert!(!progress.stuck(0, None, allowed, later(9)));
+        assert!(!progress.stuck(0, seen(), allowed, later(15)));
+        assert!(progress.stuck(0, seen(), allowed, later(26)));
+    }
+}
