@@ -36,7 +36,8 @@ pub(crate) struct Prepared {
 
 impl Prepared {
     pub fn new(ordinal: usize, sms: u32, handles: usize, tuning: Tuning) -> Result<Self> {
-        let device = Device::open(ordinal)?;
+        let loaded = Loaded::on(ordinal)?;
+        let device = loaded.device.clone();
         let available = device.properties().sms;
         if sms == 0 || sms > available {
             let detail = format!("{sms} SMs for communication; the device has {available}");
@@ -45,10 +46,34 @@ impl Prepared {
         if handles == 0 {
             return Err(EpError::argument("build", "no handles; at least 1 is needed"));
         }
+        let Loaded { layout, moves, .. } = loaded;
+        Ok(Self { device, layout, moves, sms, tuning, handles })
+    }
+}
+
+/// The kernels on a device, which all layers of the process share.
+#[derive(Clone)]
+struct Loaded {
+    device: Device,
+    layout: LayoutKernels,
+    moves: MoveKernels,
+}
+
+impl Loaded {
+    fn on(ordinal: usize) -> Result<Self> {
+        static ALL: Mutex<Vec<Loaded>> = Mutex::new(Vec::new());
+        // Held while compiling: other ranks of the process need the same kernels.
+        let mut all = ALL.lock();
+        if let Some(known) = all.iter().find(|l| l.device.properties().ordinal == ordinal) {
+            return Ok(known.clone());
+        }
+        let device = Device::open(ordinal)?;
         let compiler = Compiler::get()?;
         let layout = LayoutKernels::load(&device, compiler)?;
         let moves = MoveKernels::load(&device, compiler)?;
-        Ok(Self { device, layout, moves, sms, tuning, handles })
+        let loaded = Self { device, layout, moves };
+        all.push(loaded.clone());
+        Ok(loaded)
     }
 }
 
@@ -220,6 +245,7 @@ impl Gpu {
         };
         Ok(Self {
             events: EventPool::new(&device, EVENTS, false)?,
+            copies: setup,
             device,
             ordinal,
             layout,

@@ -67,6 +67,8 @@ pub(crate) struct Gpu {
     handles: Handles,
     slots: Mutex<SlotStates>,
     events: Arc<EventPool>,
+    /// For copies that the host waits for.
+    copies: Stream,
     side: StreamSide,
     /// Tables, lanes, scratch and handles.
     memory: Option<DeviceMemory>,
@@ -376,7 +378,7 @@ impl Gpu {
             self.events.record(raw)?
         };
         self.await_point(&from.ep, OP, &point, deadline)?;
-        let staging = self.device.stream(0)?;
+        let staging = &self.copies;
         Owned::download(from, |to, at, bytes| {
             // SAFETY: the rows are in the slot that `from` owns, `to` has so many bytes, and the
             // wait below keeps both until the copy is done.
@@ -389,12 +391,12 @@ impl Gpu {
         const OP: &str = "into_owned";
         let (raw, _) = self.raw(OP, queue)?;
         let deadline = from.ep.deadline();
-        let staging = self.device.stream(0)?;
+        let staging = &self.copies;
         // SAFETY: the queue's stream is live.
         let point = unsafe { self.events.record(raw)? };
         self.await_point(&from.ep, OP, &point, deadline)?;
         Owned::duplicate(from, |at, bytes| {
-            let memory = DeviceMemory::zeroed(&staging, bytes, deadline.remaining())?;
+            let memory = DeviceMemory::zeroed(staging, bytes, deadline.remaining())?;
             // SAFETY: the rows are in the slot that `from` owns; the wait keeps both until the copy
             // is done.
             unsafe { self.device.copy(staging.raw(), memory.address(), at as u64, bytes)? };

@@ -1,6 +1,10 @@
 //! What the tests share: ranks as threads, and one job run through the library.
 #![allow(dead_code)]
 
+pub mod exercise;
+#[cfg(feature = "cuda")]
+pub mod gpu;
+pub mod ground;
 pub mod small;
 
 use ep_bench::oracle::{self, Float, Job, Payload as Kind};
@@ -22,6 +26,15 @@ pub fn ranks<T: Send>(ranks: usize, f: impl Fn(Group) -> T + Sync) -> Vec<T> {
 /// As [`ranks`], each with an [`Ep`].
 pub fn eps<T: Send>(world: usize, builder: &EpBuilder, f: impl Fn(Ep) -> T + Sync) -> Vec<T> {
     ranks(world, |group| f(builder.build(&group).expect("build")))
+}
+
+/// As [`eps`], each rank with a builder of its own.
+pub fn eps_of<T: Send>(
+    world: usize,
+    builder: &(dyn Fn(usize) -> EpBuilder + Sync),
+    f: impl Fn(Ep) -> T + Sync,
+) -> Vec<T> {
+    ranks(world, |group| f(builder(group.rank()).build(&group).expect("build")))
 }
 
 pub fn payload_kind(kind: Kind) -> PayloadKind {
@@ -82,6 +95,11 @@ impl Matrix {
         Self { data, rows, row_bytes }
     }
 
+    /// Rows and the bytes of each.
+    pub fn size(&self) -> (usize, usize) {
+        (self.rows, self.row_bytes)
+    }
+
     pub fn bytes(&self) -> &[u8] {
         // SAFETY: a u128 is 16 initialised bytes.
         unsafe { std::slice::from_raw_parts(self.data.as_ptr().cast(), self.data.len() * 16) }
@@ -120,7 +138,7 @@ pub struct Tokens {
     pub scales: Matrix,
     pub ids: Vec<i64>,
     pub weights: Option<Vec<f32>>,
-    kind: Kind,
+    pub kind: Kind,
 }
 
 impl Tokens {

@@ -1,0 +1,68 @@
+//! Every odd shape on GPUs against the oracle, bit by bit. Without a GPU each test says so and
+//! passes.
+#![cfg(feature = "cuda")]
+
+mod common;
+
+use common::exercise::{How, check};
+use common::gpu::Gpus;
+use ep_bench::oracle::{Float, JobSpec, Mode};
+use ep_runtime::{CopyPath, MovePlan, Tuning};
+
+fn how(seed: u64) -> How {
+    let mode = [Mode::RankMajor, Mode::ExpertExact, Mode::ExpertReduced][seed as usize % 3];
+    let bit = |n: u64| (seed / 3) >> n & 1 == 1;
+    How {
+        mode,
+        float: Float::ALL[(seed / 9) as usize % 3],
+        weighted: bit(0) && mode != Mode::RankMajor,
+        biases: (seed % 3) as usize,
+        capacity: bit(1),
+        bulk: false,
+        narrow_ids: bit(2),
+    }
+}
+
+fn number(name: &str, default: u64) -> u64 {
+    std::env::var(name).ok().and_then(|n| n.parse().ok()).unwrap_or(default)
+}
+
+/// Random shapes by seed, as many as `EP_GPU_CASES` says from `EP_GPU_FIRST` on.
+#[test]
+fn every_shape_equals_the_oracle() {
+    let Some(gpus) = Gpus::new(8, 256 << 20) else { return };
+    let first = number("EP_GPU_FIRST", 0);
+    for seed in first..first + number("EP_GPU_CASES", 200) {
+        let job = JobSpec::random(seed).build();
+        eprintln!("case {seed}: {} ranks, {:?}", job.ranks, how(seed));
+        check(&job, how(seed), seed, &gpus);
+    }
+}
+
+/// All ways through an SM give the same bits, whatever the number of blocks.
+#[test]
+fn every_plan_equals_the_oracle() {
+    let Some(mut gpus) = Gpus::new(8, 256 << 20) else { return };
+    let tma = |stages, chunk| CopyPath::Tma { stages, chunk };
+    let plans = [
+        (tma(2, 1024), tma(4, 1024), 1, 4),
+        (tma(4, 256), tma(6, 2048), 3, 7),
+        (tma(3, 8192), tma(4, 3584), 16, 5),
+        (CopyPath::LdSt { unroll: 1 }, CopyPath::LdSt { unroll: 1 }, 5, 3),
+        (CopyPath::LdSt { unroll: 2 }, CopyPath::LdSt { unroll: 2 }, 132, 8),
+        (CopyPath::LdSt { unroll: 4 }, CopyPath::LdSt { unroll: 4 }, 2, 16),
+        (CopyPath::LdSt { unroll: 7 }, CopyPath::LdSt { unroll: 7 }, 8, 12),
+    ];
+    for (i, (rows, sums, blocks, warps)) in (0u64..).zip(plans) {
+        let mut tuning = Tuning::default();
+        tuning.dispatch = Some(MovePlan::new(blocks, warps, rows));
+        tuning.expand = Some(MovePlan::new(blocks, warps, rows));
+        tuning.reduce = Some(MovePlan::new(blocks, warps, sums));
+        tuning.combine = Some(MovePlan::new(blocks, warps, sums));
+        gpus.set_tuning(tuning, blocks.min(16));
+        for seed in 0..number("EP_GPU_PLAN_CASES", 18) {
+            let job = JobSpec::random(1_000 * i + seed).build();
+            check(&job, how(seed), seed, &gpus);
+        }
+    }
+}
