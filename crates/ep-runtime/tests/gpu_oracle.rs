@@ -9,6 +9,9 @@ use common::gpu::Gpus;
 use ep_bench::oracle::{Float, JobSpec, Mode};
 use ep_runtime::{CopyPath, MovePlan, Tuning};
 
+/// As many as a random shape has at most.
+const RANKS: usize = 16;
+
 fn how(seed: u64) -> How {
     let mode = [Mode::RankMajor, Mode::ExpertExact, Mode::ExpertReduced][seed as usize % 3];
     let bit = |n: u64| (seed / 3) >> n & 1 == 1;
@@ -30,11 +33,11 @@ fn number(name: &str, default: u64) -> u64 {
 /// Random shapes by seed, as many as `EP_GPU_CASES` says from `EP_GPU_FIRST` on.
 #[test]
 fn every_shape_equals_the_oracle() {
-    let Some(gpus) = Gpus::new(8, 256 << 20) else { return };
+    let Some(gpus) = Gpus::new(RANKS, 128 << 20) else { return };
     let first = number("EP_GPU_FIRST", 0);
     for seed in first..first + number("EP_GPU_CASES", 200) {
         let job = JobSpec::random(seed).build();
-        eprintln!("case {seed}: {} ranks, {:?}", job.ranks, how(seed));
+        println!("case {seed}: {} ranks, {:?}", job.ranks, how(seed));
         check(&job, how(seed), seed, &gpus);
     }
 }
@@ -42,7 +45,7 @@ fn every_shape_equals_the_oracle() {
 /// All ways through an SM give the same bits, whatever the number of blocks.
 #[test]
 fn every_plan_equals_the_oracle() {
-    let Some(mut gpus) = Gpus::new(8, 256 << 20) else { return };
+    let Some(mut gpus) = Gpus::new(RANKS, 128 << 20) else { return };
     let tma = |stages, chunk| CopyPath::Tma { stages, chunk };
     let plans = [
         (tma(2, 1024), tma(4, 1024), 1, 4),

@@ -16,6 +16,8 @@ use super::{Matrix, Tokens, payload_kind};
 
 const LIMIT: Duration = Duration::from_secs(30);
 const ALIGN: usize = 256;
+/// A wait between ranks that takes longer fails the test.
+const TIMEOUT: Duration = Duration::from_secs(8);
 
 /// Ranks on the GPUs there are: rank `r` on GPU `r % gpus`.
 pub struct Gpus {
@@ -82,7 +84,7 @@ impl Gpus {
 
 impl Grounds for Gpus {
     fn place(&self, rank: usize, _world: usize, builder: EpBuilder) -> EpBuilder {
-        let builder = builder.place(Place::Cuda(rank % self.gpus)).handles(4);
+        let builder = builder.place(Place::Cuda(rank % self.gpus)).handles(4).timeout(TIMEOUT);
         builder.comm_sms(self.sms).tuning(self.tuning)
     }
 

@@ -14,12 +14,10 @@ use crate::{
     WindowSpec,
 };
 
-/// `CU_STREAM_MEM_OP_WAIT_VALUE_32`, `CU_STREAM_MEM_OP_WRITE_VALUE_32`; `CU_STREAM_WAIT_VALUE_EQ`,
-/// `CU_STREAM_WRITE_VALUE_NO_MEMORY_BARRIER`.
+/// `CU_STREAM_MEM_OP_WAIT_VALUE_32`, `CU_STREAM_MEM_OP_WRITE_VALUE_32`; `CU_STREAM_WAIT_VALUE_EQ`.
 const WAIT: u64 = 1;
 const WRITE: u64 = 2;
 const EQUAL: u64 = 1;
-const NO_BARRIER: u64 = 1;
 /// The driver takes at most 256 operations in a batch.
 const BATCH: usize = 128;
 /// How often a waiting host looks at flags that streams raise: no futex hears of them.
@@ -47,13 +45,7 @@ pub(super) fn wait_ops(
     flags: impl Iterator<Item = u64> + Clone,
     mut submit: impl FnMut(&mut [MemOp]) -> Result<()>,
 ) -> Result<()> {
-    let write = |address, value| MemOp {
-        operation: WRITE,
-        address,
-        value,
-        flags: NO_BARRIER,
-        ..MemOp::default()
-    };
+    let write = |address, value| MemOp { operation: WRITE, address, value, ..MemOp::default() };
     let wait =
         |address| MemOp { operation: WAIT, address, value: 1, flags: EQUAL, ..MemOp::default() };
     let all = [write(waiting, 1)]
