@@ -82,22 +82,14 @@ impl Sending {
         gpu.check_dispatch(payload, route)?;
         let lane = LaneGuard::take(ep, OP, opts.lane, ep.deadline())?;
         let turn = gpu.begin(OP, opts.lane, queue)?;
-        if turn.capturing && !opts.capacity && !matches!(route, Route::Cached(_)) {
-            let detail = "while a stream is captured the host cannot learn how many rows come: \
-                          set DispatchOpts::capacity, or use a cached handle";
-            return Err(EpError::argument(OP, detail));
-        }
-        let slot = gpu.take_slot(ep, OP, &turn)?;
+        let taken = Self::take(ep, &turn, route, payload.rows.len(), opts);
+        let (slot, handle, cached) = taken.map_err(|e| gpu.leave(OP, &turn, queue, e))?;
         let header = Header {
             slot: slot.index() as u32,
             payload: payload.kind.code(),
             options: u64::from(opts.capacity) * CAPACITY
                 + u64::from(opts.physical_ids) * PHYSICAL_IDS,
             ..Header::default()
-        };
-        let (handle, cached) = match route {
-            Route::Cached(handle) => (handle.routing.clone(), true),
-            _ => (gpu.new_handle(ep, &turn, opts.layout, payload.rows.len())?, false),
         };
         let kind = payload.kind;
         let capacity = opts.capacity;
@@ -107,6 +99,27 @@ impl Sending {
         let announced = sending.announce(header, route, opts);
         announced.map_err(|e| ep.give_up(OP, e))?;
         Ok(sending)
+    }
+
+    /// The slot and the handle of a dispatch, and whether the handle is an earlier one's.
+    fn take(
+        ep: &Arc<Inner>,
+        turn: &Turn,
+        route: &Route<'_>,
+        tokens: usize,
+        opts: &DispatchOpts,
+    ) -> Result<(Slot, Arc<HandleInner>, bool)> {
+        let gpu = gpu(ep);
+        if turn.capturing && !opts.capacity && !matches!(route, Route::Cached(_)) {
+            let detail = "while a stream is captured the host cannot learn how many rows come: \
+                          set DispatchOpts::capacity, or use a cached handle";
+            return Err(EpError::argument(OP, detail));
+        }
+        let slot = gpu.take_slot(ep, OP, turn)?;
+        Ok(match route {
+            Route::Cached(handle) => (slot, handle.routing.clone(), true),
+            _ => (slot, gpu.new_handle(ep, turn, opts.layout, tokens)?, false),
+        })
     }
 
     fn announce(&self, header: Header, route: &Route<'_>, opts: &DispatchOpts) -> Result<()> {

@@ -179,6 +179,16 @@ impl Gpu {
         Ok(Arc::new(point))
     }
 
+    /// After an error before anything was submitted: a capture that [`Gpu::begin`] spread to the
+    /// lane's stream comes back to `queue`, so that the caller can end it.
+    fn leave(&self, op: &'static str, turn: &Turn, queue: &Queue, error: EpError) -> EpError {
+        if turn.capturing {
+            // The error at hand says more than that the capture is lost.
+            let _ = self.finish(op, turn, queue);
+        }
+        error
+    }
+
     /// The struct every kernel of an operation takes.
     fn op(&self, ep: &Inner, turn: &Turn) -> MoeOp {
         let lane = self.lane(turn.lane);
@@ -272,7 +282,8 @@ impl Gpu {
         queue: &Queue,
     ) -> Result<Slot> {
         let turn = self.begin(op, lane, queue)?;
-        let mut slot = self.take_slot(ep, op, &turn)?;
+        let taken = self.take_slot(ep, op, &turn);
+        let mut slot = taken.map_err(|e| self.leave(op, &turn, queue, e))?;
         self.finish(op, &turn, queue)?;
         slot.used_on(queue);
         Ok(slot)

@@ -122,6 +122,12 @@ impl Gpu<'_> {
         self.arena.memory.address() + at as u64
     }
 
+    /// Writes to memory that [`Gpu::place`] gave.
+    pub fn store(&self, to: u64, data: &[u8]) {
+        let at = (to - self.arena.memory.address()) as usize;
+        self.arena.memory.upload(&self.arena.stream, at, data, LIMIT).expect("an upload");
+    }
+
     pub fn fetch(&self, from: u64, to: &mut [u8]) {
         let at = (from - self.arena.memory.address()) as usize;
         self.arena.memory.download(&self.arena.stream, at, to, LIMIT).expect("a download");

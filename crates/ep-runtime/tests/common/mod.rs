@@ -4,6 +4,8 @@
 pub mod exercise;
 #[cfg(feature = "cuda")]
 pub mod gpu;
+#[cfg(feature = "cuda")]
+pub mod gpu_small;
 pub mod ground;
 pub mod small;
 

@@ -1,0 +1,166 @@
+//! The small layer on GPUs, and graphs of what it does.
+
+use std::time::Duration;
+
+use cudarc::driver::sys::{self, CUgraph, CUgraphExec, CUresult, CUstreamCaptureMode};
+use ep_kernels::cuda::Stream;
+use ep_runtime::{
+    CombineError, CombineOpts, DType, DeviceIds, DispatchOpts, Dispatched, Ep, EpBuilder, EpError,
+    Event, IdKind, Payload, Queue, Route, Rows, RowsMut,
+};
+
+use super::gpu::{Gpu, Gpus};
+use super::ground::{Ground, Grounds};
+use super::small::{HIDDEN, TOPK, Tokens, opts, went_to};
+
+pub const LIMIT: Duration = Duration::from_secs(30);
+const MOST: usize = 16;
+const ROW: usize = HIDDEN * 4;
+
+/// Runs `f` on `world` ranks of the layer that `builder` says.
+pub fn small<T: Send>(
+    gpus: &Gpus,
+    world: usize,
+    builder: &EpBuilder,
+    f: impl Fn(Rank<'_>) -> T + Sync,
+) -> Vec<T> {
+    let placed = |rank| gpus.place(rank, world, builder.clone());
+    super::eps_of(world, &placed, |ep| f(Rank::new(gpus, ep)))
+}
+
+pub fn ok(code: CUresult) {
+    assert_eq!(code, CUresult::CUDA_SUCCESS);
+}
+
+/// A rank with memory for its tokens at fixed addresses, as graphs need it.
+pub struct Rank<'a> {
+    pub ep: Ep,
+    pub gpu: Gpu<'a>,
+    pub rows: u64,
+    pub ids: u64,
+    pub out: u64,
+}
+
+impl<'a> Rank<'a> {
+    pub fn new(gpus: &'a Gpus, ep: Ep) -> Self {
+        let gpu = gpus.rank(ep.rank());
+        let [rows, ids, out] = [ROW, 4 * TOPK, ROW].map(|bytes| gpu.place(None, MOST * bytes));
+        Self { ep, gpu, rows, ids, out }
+    }
+
+    pub fn queue(&self) -> Queue {
+        self.gpu.queue()
+    }
+
+    pub fn load(&self, tokens: &Tokens) {
+        let bytes: Vec<u8> = tokens.rows.iter().flat_map(|x| x.to_ne_bytes()).collect();
+        self.gpu.store(self.rows, &bytes);
+        let bytes: Vec<u8> = tokens.ids.iter().flat_map(|x| x.to_ne_bytes()).collect();
+        self.gpu.store(self.ids, &bytes);
+    }
+
+    pub fn rows_at(&self, ordinal: usize, at: u64, tokens: usize) -> Payload<'_> {
+        // SAFETY: only memory of this rank's arena is ever touched; other addresses are refused.
+        let rows = unsafe { Rows::from_device(ordinal, at, tokens, ROW, ROW, DType::F32) };
+        Payload::new(rows).expect("f32 rows")
+    }
+
+    pub fn payload(&self, tokens: usize) -> Payload<'_> {
+        self.rows_at(self.gpu.ordinal(), self.rows, tokens)
+    }
+
+    pub fn route(&self, tokens: usize) -> Route<'_> {
+        let (at, ordinal) = (self.ids, self.gpu.ordinal());
+        // SAFETY: in the arena, written in the order of its stream.
+        let ids = unsafe { DeviceIds::from_raw(ordinal, at, tokens * TOPK, IdKind::I32) };
+        Route::Device { ids, weights: None }
+    }
+
+    pub fn out_at(&self, at: u64, tokens: usize) -> RowsMut<'_> {
+        // SAFETY: as for rows.
+        unsafe { RowsMut::from_device(self.gpu.ordinal(), at, tokens, ROW, ROW, DType::F32) }
+    }
+
+    pub fn dispatch(&self, tokens: usize, opts: &DispatchOpts) -> Result<Dispatched, EpError> {
+        self.ep.dispatch(&self.queue(), self.payload(tokens), self.route(tokens), opts)
+    }
+
+    pub fn combine(&self, result: Dispatched, opts: &CombineOpts) -> Result<Event, CombineError> {
+        let tokens = result.handle().tokens();
+        result.combine(&self.queue(), self.out_at(self.out, tokens), opts)
+    }
+
+    /// Compares what combine left in the output with rows that came back as they went.
+    #[track_caller]
+    pub fn check(&self, tokens: &Tokens) {
+        let count = tokens.ids.len() / TOPK;
+        let mut bytes = vec![0u8; count * ROW];
+        self.gpu.fetch(self.out, &mut bytes);
+        for (i, got) in bytes.chunks_exact(4).enumerate() {
+            let (got, x) = (f32::from_ne_bytes(got.try_into().expect("4 bytes")), tokens.rows[i]);
+            let t = i / HIDDEN;
+            let copies = (0..self.ep.world()).filter(|&r| went_to(&self.ep, tokens, t, r)).count();
+            let sum = (1..copies).fold(x, |acc, _| acc + x);
+            assert_eq!(got, sum, "rank {} token {t} element {i}", self.ep.rank());
+        }
+    }
+
+    /// The group still works: a whole round trip is right.
+    #[track_caller]
+    pub fn round_trip(&self) {
+        let tokens = Tokens::new(self.ep.rank(), 3);
+        self.load(&tokens);
+        let result = self.dispatch(3, &opts(0)).expect("the group is usable");
+        let event = self.combine(result, &CombineOpts::default()).expect("the group is usable");
+        event.wait(LIMIT).expect("the group is usable");
+        self.check(&tokens);
+    }
+}
+
+/// Captured work.
+pub struct Graph {
+    graph: CUgraph,
+    exec: CUgraphExec,
+}
+
+impl Graph {
+    /// What `f` submits to `stream`.
+    pub fn capture(stream: &Stream, f: impl FnOnce()) -> Self {
+        let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+        let (mut graph, mut exec) = (std::ptr::null_mut(), std::ptr::null_mut());
+        let _current = stream.device().make_current().expect("a context");
+        // SAFETY: the stream is live, the outputs are valid for the calls.
+        unsafe {
+            ok(sys::cuStreamBeginCapture_v2(stream.raw(), mode));
+            f();
+            ok(sys::cuStreamEndCapture(stream.raw(), &mut graph));
+            ok(sys::cuGraphInstantiateWithFlags(&mut exec, graph, 0));
+        }
+        Self { graph, exec }
+    }
+
+    pub fn launch(&self, stream: &Stream) {
+        let _current = stream.device().make_current().expect("a context");
+        // SAFETY: both are live.
+        unsafe { ok(sys::cuGraphLaunch(self.exec, stream.raw())) };
+    }
+}
+
+impl Drop for Graph {
+    fn drop(&mut self) {
+        // SAFETY: made above, destroyed once.
+        unsafe {
+            sys::cuGraphExecDestroy(self.exec);
+            sys::cuGraphDestroy(self.graph);
+        }
+    }
+}
+
+/// Free bytes of the GPU of a stream.
+pub fn free_bytes(stream: &Stream) -> usize {
+    let _current = stream.device().make_current().expect("a context");
+    let (mut free, mut total) = (0, 0);
+    // SAFETY: a context is current, the outputs are valid for the call.
+    ok(unsafe { sys::cuMemGetInfo_v2(&mut free, &mut total) });
+    free
+}
