@@ -54,8 +54,36 @@ __device__ inline int layout_expert(Params p, u32 token, u64 choice) {
     return ((const u32 *)p.shape.replicas)[from + which];
 }
 
-extern "C" __global__ void __launch_bounds__(512, 1)
-    moe_layout_count(const __grid_constant__ MoeLayoutParams p) {
+// A token's experts and their ranks: in registers for up to KMAX choices, which are looked up all at
+// once, and in memory for any number (KMAX 0).
+template <int KMAX>
+struct Chosen {
+    int expert[KMAX ? KMAX : 1], rank[KMAX ? KMAX : 1];
+};
+
+template <int KMAX, typename F>
+__device__ inline void layout_each(Params p, u32 token, const Chosen<KMAX> &chosen, F f) {
+    u32 topk = p.shape.topk;
+    if (KMAX) {
+#pragma unroll
+        for (int k = 0; k < (KMAX ? KMAX : 1); k++)
+            if (k < topk && chosen.expert[k] >= 0) f((u32)k, chosen.expert[k], chosen.rank[k]);
+    } else {
+        const int *physical = (const int *)p.routing.physical + (u64)token * topk;
+        for (u32 k = 0; k < topk; k++)
+            if (physical[k] >= 0) f(k, physical[k], (int)((const u32 *)p.shape.rank_of)[physical[k]]);
+    }
+}
+
+template <int KMAX>
+__device__ inline void layout_ranks(Params p, Chosen<KMAX> &chosen) {
+#pragma unroll
+    for (int k = 0; k < KMAX; k++)
+        chosen.rank[k] = chosen.expert[k] >= 0 ? (int)((const u32 *)p.shape.rank_of)[chosen.expert[k]] : -1;
+}
+
+template <int KMAX>
+__device__ void layout_count(Params p) {
     extern __shared__ __align__(16) u32 shared[];
     u32 tokens = p.routing.tokens, topk = p.shape.topk, experts = p.shape.physical;
     MoeTiles t = tiles_of(p.scratch, experts + p.shape.world, tokens, p.shared_words, shared);
@@ -64,67 +92,115 @@ extern "C" __global__ void __launch_bounds__(512, 1)
     for (u32 base = t.first; base < t.end; base += 32) {
         u32 token = base + (threadIdx.x & 31);
         u64 first = (u64)token * topk;
-        if (token < t.end) {
-            for (u32 k = 0; k < topk; k++) {
-                int expert = layout_expert(p, token, first + k);
-                physical[first + k] = expert;
-                weights[first + k] = p.weights ? ((const float *)p.weights)[first + k] : 1.0f;
-                if (expert < 0) continue;
+        bool here = token < t.end;
+        Chosen<KMAX> chosen;
+        if (KMAX) {
+#pragma unroll
+            for (int k = 0; k < (KMAX ? KMAX : 1); k++)
+                chosen.expert[k] = here && k < topk ? layout_expert(p, token, first + k) : -1;
+            layout_ranks(p, chosen);
+#pragma unroll
+            for (int k = 0; k < (KMAX ? KMAX : 1); k++)
+                if (here && k < topk) physical[first + k] = chosen.expert[k];
+        } else {
+            for (u32 k = 0; here && k < topk; k++) physical[first + k] = layout_expert(p, token, first + k);
+        }
+        for (u32 k = 0; here && k < topk; k++)
+            weights[first + k] = p.weights ? ((const float *)p.weights)[first + k] : 1.0f;
+        if (here)
+            layout_each(p, token, chosen, [&](u32 k, int expert, int rank) {
                 if (tile_mark(t, expert)) layout_bad(p, first + k, DUPLICATE);
-                tile_mark(t, experts + ((const u32 *)p.shape.rank_of)[expert]);
-            }
-        }
+                tile_mark(t, experts + rank);
+            });
         __syncwarp();
-        if (token < t.end) {
-            for (u32 k = 0; k < topk; k++) {
-                int expert = physical[first + k];
-                if (expert < 0) continue;
+        if (here)
+            layout_each(p, token, chosen, [&](u32, int expert, int rank) {
                 tile_take(t, expert);
-                tile_take(t, experts + ((const u32 *)p.shape.rank_of)[expert]);
-            }
-        }
+                tile_take(t, experts + rank);
+            });
         __syncwarp();
     }
     tiles_publish(t);
 }
 
-// The destinations of a token, ascending, and its choices in the order of experts.
-__device__ void layout_token(Params p, const MoeTiles &t, u32 token) {
+extern "C" __global__ void __launch_bounds__(512, 1)
+    moe_layout_count(const __grid_constant__ MoeLayoutParams p) {
+    if (p.shape.topk <= 8) layout_count<8>(p);
+    else layout_count<0>(p);
+}
+
+// The destinations of a token, ascending, and its choices in the order of experts. Physical experts
+// are numbered rank by rank, so that order is also one of ranks.
+template <int KMAX>
+__device__ void layout_token(Params p, const MoeTiles &t, u32 token, const Chosen<KMAX> &chosen) {
     u32 topk = p.shape.topk, fan_out = p.shape.fan_out, experts = p.shape.physical;
-    const int *physical = (const int *)p.routing.physical + (u64)token * topk;
-    const u32 *rank_of = (const u32 *)p.shape.rank_of;
     u32 *index = (u32 *)p.routing.expert_index + (u64)token * topk;
     int *order = (int *)p.routing.order + (u64)token * topk;
-    u32 chosen = 0;
-    for (u32 k = 0; k < topk; k++) {
-        int expert = physical[k];
-        index[k] = expert < 0 ? 0 : tile_before(t, expert);
-        if (expert < 0) continue;
-        chosen++;
-        u32 place = 0;
-        for (u32 other = 0; other < topk; other++) {
-            int theirs = physical[other];
-            place += theirs >= 0 && theirs < expert;
-        }
-        order[place] = k;
-    }
-    for (u32 k = chosen; k < topk; k++) order[k] = -1;
     int *dest_rank = (int *)p.routing.dest_rank + (u64)token * fan_out;
     u32 *dest_index = (u32 *)p.routing.dest_index + (u64)token * fan_out;
-    // Physical experts are numbered rank by rank, so their order is that of ranks.
-    u32 found = 0;
-    int last = -1;
-    for (u32 j = 0; j < chosen; j++) {
-        int rank = rank_of[physical[order[j]]];
-        if (rank == last) continue;
-        last = rank;
-        dest_rank[found] = rank;
-        dest_index[found] = tile_before(t, experts + rank);
+    for (u32 k = 0; k < topk; k++) index[k] = 0;
+    u32 count = 0, found = 0;
+    layout_each(p, token, chosen, [&](u32 k, int expert, int rank) {
+        count++;
+        index[k] = tile_before(t, expert);
+        // Before it come the choices of smaller experts; before its rank, the smaller ranks. The
+        // first choice of a rank in that order stands for the rank.
+        u32 place = 0;
+        bool first = true;
+        layout_each(p, token, chosen, [&](u32, int other, int other_rank) {
+            place += other < expert;
+            first &= other_rank != rank || other >= expert;
+        });
+        order[place] = k;
+        if (!first) return;
         found++;
-    }
+        u32 f = 0;
+        layout_each(p, token, chosen, [&](u32, int other, int other_rank) {
+            if (other_rank >= rank) return;
+            bool leads = true;
+            layout_each(p, token, chosen, [&](u32, int third, int third_rank) {
+                leads &= third_rank != other_rank || third >= other;
+            });
+            f += leads;
+        });
+        dest_rank[f] = rank;
+        dest_index[f] = tile_before(t, experts + rank);
+    });
+    for (u32 k = count; k < topk; k++) order[k] = -1;
     for (u32 f = found; f < fan_out; f++) {
         dest_rank[f] = -1;
         dest_index[f] = 0;
+    }
+}
+
+template <int KMAX>
+__device__ void layout_place(Params p, const MoeTiles &t) {
+    u32 topk = p.shape.topk, experts = p.shape.physical;
+    const int *physical = (const int *)p.routing.physical;
+    for (u32 base = t.first; base < t.end; base += 32) {
+        u32 token = base + (threadIdx.x & 31);
+        bool here = token < t.end;
+        Chosen<KMAX> chosen;
+        if (KMAX) {
+#pragma unroll
+            for (int k = 0; k < (KMAX ? KMAX : 1); k++)
+                chosen.expert[k] = here && k < topk ? physical[(u64)token * topk + k] : -1;
+            layout_ranks(p, chosen);
+        }
+        if (here)
+            layout_each(p, token, chosen, [&](u32, int expert, int rank) {
+                tile_mark(t, expert);
+                tile_mark(t, experts + rank);
+            });
+        __syncwarp();
+        if (here) layout_token(p, t, token, chosen);
+        __syncwarp();
+        if (here)
+            layout_each(p, token, chosen, [&](u32, int expert, int rank) {
+                tile_take(t, expert);
+                tile_take(t, experts + rank);
+            });
+        __syncwarp();
     }
 }
 
@@ -164,26 +240,6 @@ extern "C" __global__ void __launch_bounds__(512, 1)
     }
     if (!good) return;
     tiles_resume(t);
-    const int *physical = (const int *)p.routing.physical;
-    for (u32 base = t.first; base < t.end; base += 32) {
-        u32 token = base + (threadIdx.x & 31);
-        u64 first = (u64)token * topk;
-        bool here = token < t.end;
-        for (u32 k = 0; here && k < topk; k++) {
-            int expert = physical[first + k];
-            if (expert < 0) continue;
-            tile_mark(t, expert);
-            tile_mark(t, experts + ((const u32 *)p.shape.rank_of)[expert]);
-        }
-        __syncwarp();
-        if (here) layout_token(p, t, token);
-        __syncwarp();
-        for (u32 k = 0; here && k < topk; k++) {
-            int expert = physical[first + k];
-            if (expert < 0) continue;
-            tile_take(t, expert);
-            tile_take(t, experts + ((const u32 *)p.shape.rank_of)[expert]);
-        }
-        __syncwarp();
-    }
+    if (topk <= 8) layout_place<8>(p, t);
+    else layout_place<0>(p, t);
 }

@@ -162,9 +162,12 @@ EP_CHECK_FIELD(MoeOp, lane_index);
 #define MOE_POISONED 3
 
 // Whether the waits of this group were released because it failed. The word is in host memory and
-// only ever goes from 0 to 1. Read once per block; volatile, since the host writes it.
-__device__ inline bool moe_poisoned(const MoeShape &shape) {
-    return *(const volatile u32 *)shape.poisoned != 0;
+// only ever goes from 0 to 1; one thread of a block reads it, volatile, since the host writes it:
+// reads over PCIe by whole grids stall everyone's fences. All threads of the block call it; what
+// `bad` says of any of them comes with the answer.
+__device__ inline bool moe_poisoned(const MoeShape &shape, bool bad = false) {
+    if (threadIdx.x == 0) bad |= *(const volatile u32 *)shape.poisoned != 0;
+    return __syncthreads_or(bad);
 }
 
 __device__ inline const MoeHeader *moe_mailbox(const MoeShape &shape, const MoeOp &op, u32 source) {

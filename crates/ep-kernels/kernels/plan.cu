@@ -179,7 +179,7 @@ extern "C" __global__ void __launch_bounds__(1024, 1) moe_plan(const __grid_cons
     __shared__ PlanFound found;
     u64 *experts = (u64 *)p.scratch, *ranks = experts + p.shape.physical, *padded = ranks + p.shape.world;
     if (threadIdx.x == 0) found.overflow = 0;
-    bool poisoned = __syncthreads_or(threadIdx.x == 0 && moe_poisoned(p.shape));
+    bool poisoned = moe_poisoned(p.shape);
     bool agreed = moe_agreed(p.shape, p.op);
     MoeReport report = {};
     report.verdict = poisoned ? MOE_POISONED : agreed ? MOE_OK : MOE_DISAGREE;
@@ -230,8 +230,7 @@ extern "C" __global__ void __launch_bounds__(1024, 1) moe_plan(const __grid_cons
 
 // Marks the rows behind the last as rows without ids and source.
 extern "C" __global__ void __launch_bounds__(1024, 1) moe_mark_tail(const __grid_constant__ MoeTailParams p) {
-    bool bad = moe_poisoned(p.shape) || ((const MoeLane *)p.op.lane)->refused != 0;
-    if (__syncthreads_or(bad)) return;
+    if (moe_poisoned(p.shape, ((const MoeLane *)p.op.lane)->refused != 0)) return;
     const MoeHandleHeader *header = (const MoeHandleHeader *)p.routing.header;
     u32 lane = threadIdx.x & 31, warp = (blockIdx.x * blockDim.x + threadIdx.x) / 32;
     u32 warps = gridDim.x * blockDim.x / 32;

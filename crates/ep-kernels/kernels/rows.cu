@@ -35,24 +35,27 @@ typedef const MoeRowsParams &Params;
 // Whether rows move. All threads of the block get the same answer.
 template <bool EXPAND>
 __device__ bool rows_may_move(Params p) {
-    bool poisoned = moe_poisoned(p.shape);
-    bool good = ((const MoeHandleHeader *)p.routing.header)->status == 0;
-    if (EXPAND) {
-        good = good && ((const MoeLane *)p.op.lane)->refused == 0;
-    } else if (p.check) {
-        good = moe_agreed(p.shape, p.op);
-        moe_verdict(p.shape, p.op, poisoned, good);
-    }
-    return !__syncthreads_or(poisoned || !good);
+    bool bad = ((const MoeHandleHeader *)p.routing.header)->status != 0;
+    if (EXPAND) return !moe_poisoned(p.shape, bad || ((const MoeLane *)p.op.lane)->refused != 0);
+    if (!p.check) return !moe_poisoned(p.shape, bad);
+    bool poisoned = moe_poisoned(p.shape), agreed = moe_agreed(p.shape, p.op);
+    moe_verdict(p.shape, p.op, poisoned, agreed);
+    return !poisoned && agreed;
 }
 
-// For dispatch, where this rank's rows start at each rank.
+// For dispatch, where this rank's rows start at each rank, then each rank's first expert and how many
+// it has.
 template <bool EXPAND>
 __device__ void rows_fill_table(Params p, u64 *table) {
     if (!EXPAND) {
-        for (u32 r = threadIdx.x; r < p.shape.world; r += blockDim.x)
+        u32 *experts = (u32 *)(table + p.shape.world);
+        const u32 *base = (const u32 *)p.shape.base;
+        for (u32 r = threadIdx.x; r < p.shape.world; r += blockDim.x) {
             table[r] = moe_rank_rows(p.shape, p.op, r) +
                        (u64)((const u32 *)p.routing.sent_base)[r] * p.row.stride;
+            experts[2 * r] = base[r];
+            experts[2 * r + 1] = base[r + 1] - base[r];
+        }
     } else if (threadIdx.x == 0) {
         table[0] = moe_rank_rows(p.shape, p.op, p.shape.rank);
         table[1] = moe_expert_rows(p.shape, p.op, p.shape.rank);
@@ -149,12 +152,70 @@ __device__ inline void rows_write_expert(Params p, u32 row, u32 j, u64 from, u64
     }
 }
 
+// What stands behind a row's payload, as far as lanes hold it: fetched ahead, once for all places.
+struct Rest {
+    EpQuad scales;
+    int expert;
+    u32 weight;
+};
+
+// Whether lanes hold all of it.
 template <bool EXPAND>
-__device__ void rows_write_rest(Params p, const u64 *table, u32 row, u32 j, int rank, u64 to) {
-    if (EXPAND)
-        rows_write_expert(p, row, j, rows_source<EXPAND>(p, table, row), to);
-    else
-        rows_write_record(p, row, rank, to);
+__device__ inline bool rows_rest_fits(Params p) {
+    u32 scales = (EXPAND ? p.expert.weight_at - p.expert.scales_at : p.row.ids_at - p.row.scales_at) / 16;
+    bool words = EXPAND || ((p.scales | p.scales_stride | p.row.scale_bytes) & 3) == 0;
+    return p.shape.topk <= 32 && scales <= 32 && words;
+}
+
+template <bool EXPAND>
+__device__ inline Rest rows_fetch_rest(Params p, const u64 *table, u32 row) {
+    u32 lane = threadIdx.x & 31, topk = p.shape.topk;
+    Rest rest = {{0, 0, 0, 0}, -1, 0};
+    if (EXPAND) {
+        if (16 * lane < p.expert.weight_at - p.expert.scales_at)
+            rest.scales = ep_load(rows_source<EXPAND>(p, table, row) + p.row.scales_at + 16 * lane);
+        if (lane < topk) rest.weight = ((const u32 *)p.routing.row_weights)[(u64)row * topk + lane];
+        return rest;
+    }
+    if (lane < topk) {
+        rest.expert = ((const int *)p.routing.physical)[(u64)row * topk + lane];
+        rest.weight = ((const u32 *)p.routing.weights)[(u64)row * topk + lane];
+    }
+    const u32 *scales = (const u32 *)(p.scales + (u64)row * p.scales_stride);
+    // Scales that are not whole, aligned words are not held.
+    u32 words = ((p.scales | p.scales_stride | p.row.scale_bytes) & 3) == 0 ? p.row.scale_bytes / 4 : 0;
+    if (4 * lane < words) rest.scales.x = scales[4 * lane];
+    if (4 * lane + 1 < words) rest.scales.y = scales[4 * lane + 1];
+    if (4 * lane + 2 < words) rest.scales.z = scales[4 * lane + 2];
+    if (4 * lane + 3 < words) rest.scales.w = scales[4 * lane + 3];
+    return rest;
+}
+
+// Writes it to place `j` of a row.
+template <bool EXPAND>
+__device__ void rows_write_rest(Params p, const u64 *table, const Rest &rest, u32 row, u32 j, int rank, u64 to) {
+    u32 lane = threadIdx.x & 31;
+    u32 weight = EXPAND ? __shfl_sync(0xffffffffu, rest.weight, j & 31) : rest.weight;
+    if (!rows_rest_fits<EXPAND>(p)) {
+        if (EXPAND) rows_write_expert(p, row, j, rows_source<EXPAND>(p, table, row), to);
+        else rows_write_record(p, row, rank, to);
+        return;
+    }
+    if (EXPAND) {
+        if (16 * lane < p.expert.weight_at - p.expert.scales_at)
+            ep_store(to + p.expert.scales_at + 16 * lane, rest.scales);
+        if (lane == 0) ep_store(to + p.expert.weight_at, EpQuad{weight, row, 0, 0});
+        return;
+    }
+    const u32 *experts = (const u32 *)(table + p.shape.world);
+    u32 local = (u32)rest.expert - experts[2 * rank];
+    bool mine = rest.expert >= 0 && local < experts[2 * rank + 1];
+    if (16 * lane < p.row.ids_at - p.row.scales_at) ep_store(to + p.row.scales_at + 16 * lane, rest.scales);
+    if (4 * lane < p.row.weights_at - p.row.ids_at) {
+        *(u32 *)(to + p.row.ids_at + 4 * lane) = lane < p.shape.topk ? (mine ? local : 0xffffffffu) : 0;
+        *(u32 *)(to + p.row.weights_at + 4 * lane) = mine ? weight : 0;
+    }
+    if (lane == 0) ep_store(to + p.row.source_at, EpQuad{row, p.shape.rank, 0, 0});
 }
 
 // Fills the rows between the experts' last rows and the next multiple of the alignment.
@@ -180,7 +241,7 @@ __device__ void rows_tma(Params p) {
     extern __shared__ __align__(128) unsigned char shared[];
     u32 warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x & 31;
     u64 *table = (u64 *)(shared + (u64)warps * STAGES * p.chunk);
-    u64 *barriers = table + (EXPAND ? 2 : p.shape.world);
+    u64 *barriers = table + (EXPAND ? 2 : 2 * p.shape.world);
     if (!rows_may_move<EXPAND>(p)) return;
     rows_fill_table<EXPAND>(p, table);
     u32 buffer = ep_shared(shared) + warp * STAGES * p.chunk;
@@ -190,35 +251,43 @@ __device__ void rows_tma(Params p) {
         ep_barriers_ready();
     }
     __syncwarp();
-    u32 pieces = p.pieces, rows = rows_count<EXPAND>(p);
-    u64 items = (u64)rows * pieces, first = blockIdx.x * warps + warp, step = (u64)gridDim.x * warps;
-    u64 count = first < items ? (items - first + step - 1) / step : 0;
+    u32 rows = rows_count<EXPAND>(p), width = rows_width<EXPAND>(p);
     auto bytes_of = [&](u32 piece) {
         u32 left = p.row.payload_bytes - piece * p.chunk;
         return left < p.chunk ? left : p.chunk;
     };
-    auto load = [&](u64 k) {
-        u64 item = first + k * step;
-        u32 s = k % STAGES, row = item / pieces, piece = item % pieces;
-        u64 from = rows_source<EXPAND>(p, table, row) + (u64)piece * p.chunk;
-        ep_bulk_load(buffer + s * p.chunk, from, bytes_of(piece), barrier + 8 * s);
+    // Loads run up to STAGES - 1 pieces ahead of stores.
+    EpWalk ahead = ep_walk(p.pieces), walk = ahead;
+    u32 loaded = 0;
+    auto load = [&]() {
+        if (ahead.row >= rows) return;
+        u32 s = loaded++ % STAGES;
+        u64 from = rows_source<EXPAND>(p, table, ahead.row) + (u64)ahead.part * p.chunk;
+        if (lane == 0) ep_bulk_load(buffer + s * p.chunk, from, bytes_of(ahead.part), barrier + 8 * s);
+        ep_step(ahead);
     };
-    if (lane == 0)
-        for (u64 k = 0; k + 1 < STAGES && k < count; k++) load(k);
-    u32 width = rows_width<EXPAND>(p);
-    // The places of the next item are fetched while this one is on its way.
+    for (int s = 0; s + 1 < STAGES; s++) load();
+    // The places of the next piece are looked up while this one is on its way.
     int next_rank = -1;
-    u64 next = count ? rows_place<EXPAND>(p, table, (u32)(first / pieces), lane, next_rank) : 0;
-    for (u64 k = 0; k < count; k++) {
-        u64 item = first + k * step;
-        u32 s = k % STAGES, row = item / pieces, piece = item % pieces;
+    u64 next = 0;
+    Rest next_rest = {};
+    auto look = [&]() {
+        if (walk.row >= rows) return;
+        next = rows_place<EXPAND>(p, table, walk.row, lane, next_rank);
+        if (walk.part == 0) next_rest = rows_fetch_rest<EXPAND>(p, table, walk.row);
+    };
+    look();
+    for (u32 k = 0; walk.row < rows; k++) {
+        u32 s = k % STAGES, row = walk.row, piece = walk.part;
         u64 mine = next;
         int rank = next_rank;
-        if (k + 1 < count) next = rows_place<EXPAND>(p, table, (u32)((item + step) / pieces), lane, next_rank);
+        Rest rest = next_rest;
+        ep_step(walk);
+        look();
         u32 bytes = bytes_of(piece);
         ep_barrier_wait(barrier + 8 * s, (k / STAGES) & 1);
-        // Every lane stores to its own place, so that stores start together. What other lanes did
-        // before is ordered by the barrier each of them waited for.
+        // Every lane stores to its own place, so that stores start together. What the bulk load wrote
+        // is visible to each lane, since each waited for the barrier.
         if (mine) ep_bulk_store(mine + (u64)piece * p.chunk, buffer + s * p.chunk, bytes);
         for (u32 j = 32 + lane; j < width; j += 32) {
             int other;
@@ -226,20 +295,17 @@ __device__ void rows_tma(Params p) {
             if (to) ep_bulk_store(to + (u64)piece * p.chunk, buffer + s * p.chunk, bytes);
         }
         ep_bulk_commit();
-        if (piece == 0) {
-            for (u32 j = 0; j < width; j++) {
-                int to_rank = __shfl_sync(0xffffffffu, rank, j & 31);
-                u64 to = __shfl_sync(0xffffffffu, mine, j & 31);
-                if (j >= 32) to = rows_place<EXPAND>(p, table, row, j, to_rank);
-                if (!to) break;
-                rows_write_rest<EXPAND>(p, table, row, j, to_rank, to);
-            }
-        }
-        if (k + STAGES - 1 < count) {
-            // The stage that is loaded next was stored from one item ago.
-            if (STAGES > 2) ep_bulk_wait_read<1>(); else ep_bulk_wait_read<0>();
-            __syncwarp();
-            if (lane == 0) load(k + STAGES - 1);
+        // The stage that is loaded next was stored from one piece ago.
+        if (STAGES > 2) ep_bulk_wait_read<1>(); else ep_bulk_wait_read<0>();
+        __syncwarp();
+        load();
+        if (piece != 0) continue;
+        for (u32 j = 0; j < width; j++) {
+            int to_rank = __shfl_sync(0xffffffffu, rank, j & 31);
+            u64 to = __shfl_sync(0xffffffffu, mine, j & 31);
+            if (j >= 32) to = rows_place<EXPAND>(p, table, row, j, to_rank);
+            if (!to) break;
+            rows_write_rest<EXPAND>(p, table, rest, row, j, to_rank, to);
         }
     }
     if (EXPAND) rows_write_padding(p, table);
@@ -257,14 +323,23 @@ __device__ void rows_ldst(Params p) {
     u32 rows = rows_count<EXPAND>(p), quads = p.row.payload_bytes / 16, width = rows_width<EXPAND>(p);
     for (u64 row = blockIdx.x * warps + warp; row < rows; row += (u64)gridDim.x * warps) {
         u64 from = rows_source<EXPAND>(p, table, row);
-        for (u32 q = lane; q < quads; q += 32 * UNROLL) {
+        int my_rank = -1;
+        u64 mine = rows_place<EXPAND>(p, table, row, lane, my_rank);
+        Rest rest = rows_fetch_rest<EXPAND>(p, table, row);
+        auto place = [&](u32 j, int &rank) {
+            rank = __shfl_sync(0xffffffffu, my_rank, j & 31);
+            u64 to = __shfl_sync(0xffffffffu, mine, j & 31);
+            return j < 32 ? to : rows_place<EXPAND>(p, table, row, j, rank);
+        };
+        for (u32 base = 0; base < quads; base += 32 * UNROLL) {
+            u32 q = base + lane;
             EpQuad held[UNROLL];
 #pragma unroll
             for (int u = 0; u < UNROLL; u++)
                 if (q + 32 * u < quads) held[u] = ep_load(from + 16ull * (q + 32 * u));
             for (u32 j = 0; j < width; j++) {
                 int rank;
-                u64 to = rows_place<EXPAND>(p, table, row, j, rank);
+                u64 to = place(j, rank);
                 if (!to) break;
 #pragma unroll
                 for (int u = 0; u < UNROLL; u++)
@@ -273,9 +348,9 @@ __device__ void rows_ldst(Params p) {
         }
         for (u32 j = 0; j < width; j++) {
             int rank;
-            u64 to = rows_place<EXPAND>(p, table, row, j, rank);
+            u64 to = place(j, rank);
             if (!to) break;
-            rows_write_rest<EXPAND>(p, table, row, j, rank, to);
+            rows_write_rest<EXPAND>(p, table, rest, row, j, rank, to);
         }
     }
     if (EXPAND) rows_write_padding(p, table);

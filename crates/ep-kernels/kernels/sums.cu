@@ -105,47 +105,84 @@ __device__ inline u32 sums_pair(float low, float high) {
         asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
     else
         asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    const u32 nan = DTYPE == BF16 ? 0x7fc0 : 0x7e00;
-    if (low != low) pair = (pair & 0xffff0000u) | nan;
-    if (high != high) pair = (pair & 0xffff) | nan << 16;
     return pair;
+}
+
+// Whether one of eight numbers is NaN.
+__device__ inline bool sums_any_nan(const float *at) {
+    u32 any;
+    asm("{ .reg .pred p;\n"
+        "setp.nan.f32 p, %1, %2;\n"
+        "setp.nan.or.f32 p, %3, %4, p;\n"
+        "setp.nan.or.f32 p, %5, %6, p;\n"
+        "setp.nan.or.f32 p, %7, %8, p;\n"
+        "selp.u32 %0, 1, 0, p; }"
+        : "=r"(any)
+        : "f"(at[0]), "f"(at[1]), "f"(at[2]), "f"(at[3]), "f"(at[4]), "f"(at[5]), "f"(at[6]), "f"(at[7]));
+    return any != 0;
 }
 
 template <int DTYPE>
 __device__ inline EpQuad sums_narrow(const Wide<DTYPE> &wide) {
     u32 words[4];
+    if (DTYPE == F32) {
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-        if (DTYPE == F32) {
-            float value = wide.at[i];
-            words[i] = value != value ? 0x7fc00000u : __float_as_uint(value);
-        } else {
-            words[i] = sums_pair<DTYPE>(wide.at[(2 * i) % Wide<DTYPE>::count],
-                                        wide.at[(2 * i + 1) % Wide<DTYPE>::count]);
+        for (int i = 0; i < 4; i++)
+            words[i] = wide.at[i] != wide.at[i] ? 0x7fc00000u : __float_as_uint(wide.at[i]);
+        return EpQuad{words[0], words[1], words[2], words[3]};
+    }
+    const int count = Wide<DTYPE>::count;
+#pragma unroll
+    for (int i = 0; i < 4; i++) words[i] = sums_pair<DTYPE>(wide.at[(2 * i) % count], wide.at[(2 * i + 1) % count]);
+    if (sums_any_nan(wide.at)) {
+        const u32 nan = DTYPE == BF16 ? 0x7fc0 : 0x7e00;
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            float low = wide.at[(2 * i) % count], high = wide.at[(2 * i + 1) % count];
+            if (low != low) words[i] = (words[i] & 0xffff0000u) | nan;
+            if (high != high) words[i] = (words[i] & 0xffff) | nan << 16;
         }
     }
     return EpQuad{words[0], words[1], words[2], words[3]};
 }
 
-// The first term is taken as it is, others are added.
-template <int DTYPE>
-__device__ inline void sums_add(Wide<DTYPE> &sum, EpQuad q, float weight, bool weighted, bool first) {
+// How a row joins a sum.
+enum Term { FIRST, NEXT };
+
+// The first row is taken as it is, others are added.
+template <int DTYPE, Term TERM, bool WEIGHTED>
+__device__ inline void sums_add(Wide<DTYPE> &sum, EpQuad q, float weight) {
     Wide<DTYPE> wide = sums_widen<DTYPE>(q);
 #pragma unroll
     for (int i = 0; i < Wide<DTYPE>::count; i++) {
-        float term = weighted ? __fmul_rn(weight, wide.at[i]) : wide.at[i];
-        sum.at[i] = first ? term : __fadd_rn(sum.at[i], term);
+        float term = WEIGHTED ? __fmul_rn(weight, wide.at[i]) : wide.at[i];
+        sum.at[i] = TERM == FIRST ? term : __fadd_rn(sum.at[i], term);
     }
 }
 
-__device__ bool sums_may_run(Params p) {
-    bool poisoned = moe_poisoned(p.shape);
-    bool good = ((const MoeHandleHeader *)p.routing.header)->status == 0;
-    if (p.check) {
-        good = moe_agreed(p.shape, p.op);
-        moe_verdict(p.shape, p.op, poisoned, good);
+// Adds one row's vectors, held or fetched by `get`, where `here` says there are some.
+template <int DTYPE, int VECTORS, typename Get, typename Here>
+__device__ inline void sums_add_row(Wide<DTYPE> *sum, bool first, bool weighted, float weight, Get get, Here here) {
+#define SUMS_EACH(TERM, WEIGHTED)                                        \
+    _Pragma("unroll") for (int v = 0; v < VECTORS; v++) if (here(v))    \
+        sums_add<DTYPE, TERM, WEIGHTED>(sum[v], get(v), weight)
+    if (weighted && first) {
+        SUMS_EACH(FIRST, true);
+    } else if (weighted) {
+        SUMS_EACH(NEXT, true);
+    } else if (first) {
+        SUMS_EACH(FIRST, false);
+    } else {
+        SUMS_EACH(NEXT, false);
     }
-    return !__syncthreads_or(poisoned || !good);
+#undef SUMS_EACH
+}
+
+__device__ bool sums_may_run(Params p) {
+    if (!p.check) return !moe_poisoned(p.shape, ((const MoeHandleHeader *)p.routing.header)->status != 0);
+    bool poisoned = moe_poisoned(p.shape), agreed = moe_agreed(p.shape, p.op);
+    moe_verdict(p.shape, p.op, poisoned, agreed);
+    return !poisoned && agreed;
 }
 
 // Where the rows of each rank start.
@@ -240,11 +277,10 @@ __device__ void sums_weights(Params p, const u64 *table, u32 token) {
     }
 }
 
-#if __CUDA_ARCH__ >= 900
 // The rows of one token, one per lane, biases behind them.
 struct Sources {
     u64 address;
-    u32 rows, all;
+    u32 rows;
 };
 
 __device__ inline Sources sums_sources(Params p, const u64 *table, u32 token) {
@@ -256,7 +292,6 @@ __device__ inline Sources sums_sources(Params p, const u64 *table, u32 token) {
     if (s.rows == 32 && width > 32) {
         for (u32 j = 32; j < width && sums_row(p, table, token, j, which); j++) s.rows++;
     }
-    s.all = s.rows + p.biases;
     return s;
 }
 
@@ -268,6 +303,10 @@ __device__ inline u64 sums_source(Params p, const u64 *table, const Sources &s, 
     return j < 32 ? address : sums_row(p, table, token, j, which);
 }
 
+#if __CUDA_ARCH__ >= 900
+// Tokens whose rows have been counted ahead of their sums, at most.
+#define SUMS_AHEAD 8
+
 // VECTORS 16-byte vectors per lane make a piece.
 template <int DTYPE, int VECTORS, int STAGES>
 __device__ void sums_tma(Params p) {
@@ -276,6 +315,7 @@ __device__ void sums_tma(Params p) {
     u32 warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x & 31;
     u64 *table = (u64 *)(shared + (u64)warps * STAGES * chunk);
     u64 *barriers = table + (p.mode == LOCAL ? 2 : p.shape.world);
+    u32 *counted = (u32 *)(barriers + warps * STAGES) + warp * SUMS_AHEAD;
     if (!sums_may_run(p)) return;
     sums_fill_table(p, table);
     u32 buffer = ep_shared(shared) + warp * STAGES * chunk;
@@ -286,78 +326,98 @@ __device__ void sums_tma(Params p) {
     }
     __syncwarp();
     // An item is `span` adjacent pieces of a token.
-    u32 pieces = (p.row_bytes + chunk - 1) / chunk, spans = (pieces + p.span - 1) / p.span;
-    u64 items = (u64)sums_tokens(p) * spans, step = (u64)gridDim.x * warps;
-    auto piece_end = [&](u64 item) {
-        u32 end = ((u32)(item % spans) + 1) * p.span;
+    u32 tokens = sums_tokens(p), pieces = (p.row_bytes + chunk - 1) / chunk;
+    u32 spans = (pieces + p.span - 1) / p.span;
+    auto end_of = [&](u32 part) {
+        u32 end = (part + 1) * p.span;
         return end < pieces ? end : pieces;
     };
     auto bytes_of = [&](u32 piece) {
         u32 left = p.row_bytes - piece * chunk;
         return left < chunk ? left : chunk;
     };
-    // Two walks over the same (item, piece, source) sequence: one loads, one adds.
-    u64 ahead = (u64)blockIdx.x * warps + warp;
-    u32 ahead_piece = 0, ahead_source = 0, loaded = 0;
-    Sources fetching = {0, 0, 0};
+    // Two walks over the same (item, piece, source) sequence: one loads, one adds. The first tells
+    // the second how many rows each token has.
+    EpWalk ahead = ep_walk(spans), walk = ahead;
+    u32 piece_ahead = 0, source_ahead = 0, loaded = 0, taken = 0, told = 0, heard = 0;
+    Sources fetching = {0, 0}, following = {0, 0};
+    // The places of the item behind are looked up while this one is loaded.
+    if (ahead.row < tokens) following = sums_sources(p, table, ahead.row);
     bool fresh = true;
-    auto load_next = [&]() {
-        while (ahead < items) {
-            u32 token = ahead / spans;
+    auto pump = [&]() {
+        while (loaded - taken < STAGES - 1 && ahead.row < tokens) {
             if (fresh) {
-                fetching = sums_sources(p, table, token);
-                ahead_piece = (u32)(ahead % spans) * p.span;
-                ahead_source = 0;
+                if (told - heard >= SUMS_AHEAD) return;
+                fetching = following;
+                if (lane == 0) counted[told % SUMS_AHEAD] = fetching.rows;
+                told++;
+                piece_ahead = ahead.part * p.span;
+                source_ahead = 0;
                 fresh = false;
+                EpWalk next = ahead;
+                ep_step(next);
+                if (next.row < tokens) following = sums_sources(p, table, next.row);
             }
-            if (ahead_source < fetching.all) {
-                u64 from = sums_source(p, table, fetching, token, ahead_source++) + (u64)ahead_piece * chunk;
+            u32 all = fetching.rows + p.biases;
+            if (source_ahead < all) {
+                u64 from = sums_source(p, table, fetching, ahead.row, source_ahead++) + (u64)piece_ahead * chunk;
                 u32 s = loaded++ % STAGES;
-                if (lane == 0) ep_bulk_load(buffer + s * chunk, from, bytes_of(ahead_piece), barrier + 8 * s);
-                return;
+                if (lane == 0) ep_bulk_load(buffer + s * chunk, from, bytes_of(piece_ahead), barrier + 8 * s);
             }
-            ahead_source = 0;
-            if (fetching.all == 0 || ++ahead_piece >= piece_end(ahead)) {
-                ahead += step;
-                fresh = true;
+            if (source_ahead >= all) {
+                source_ahead = 0;
+                if (all == 0 || ++piece_ahead >= end_of(ahead.part)) {
+                    ep_step(ahead);
+                    fresh = true;
+                }
             }
         }
     };
-    for (int s = 0; s + 1 < STAGES; s++) load_next();
-    u32 taken = 0;
-    for (u64 item = (u64)blockIdx.x * warps + warp; item < items; item += step) {
-        u32 token = item / spans;
-        Sources s = sums_sources(p, table, token);
-        float my_weight = p.weighted && lane < s.rows ? sums_weight(p, token, lane) : 0.0f;
-        for (u32 piece = (u32)(item % spans) * p.span; piece < piece_end(item); piece++) {
+    while (walk.row < tokens) {
+        pump();
+        __syncwarp();
+        u32 token = walk.row, rows = counted[heard % SUMS_AHEAD], all = rows + p.biases;
+        heard++;
+        // All lanes have heard before the place is told anew.
+        __syncwarp();
+        float my_weight = p.weighted && lane < rows ? sums_weight(p, token, lane) : 0.0f;
+        for (u32 piece = walk.part * p.span; piece < end_of(walk.part); piece++) {
             Wide<DTYPE> sum[VECTORS];
 #pragma unroll
             for (int v = 0; v < VECTORS; v++)
 #pragma unroll
                 for (int i = 0; i < Wide<DTYPE>::count; i++) sum[v].at[i] = 0.0f;
             u32 bytes = bytes_of(piece);
-            for (u32 j = 0; j < s.all; j++) {
+            for (u32 j = 0; j < all; j++) {
                 u32 stage = taken % STAGES;
-                float weight = __shfl_sync(0xffffffffu, my_weight, j & 31);
-                if (p.weighted && j >= 32 && j < s.rows) weight = sums_weight(p, token, j);
+                bool weighted = p.weighted && j < rows;
+                float weight = 1.0f;
+                if (weighted) {
+                    weight = __shfl_sync(0xffffffffu, my_weight, j & 31);
+                    if (j >= 32) weight = sums_weight(p, token, j);
+                }
                 ep_barrier_wait(barrier + 8 * stage, (taken / STAGES) & 1);
-                taken++;
                 u32 from = buffer + stage * chunk + 16 * lane;
-#pragma unroll
-                for (int v = 0; v < VECTORS; v++)
-                    if (512 * v + 16 * lane < bytes)
-                        sums_add<DTYPE>(sum[v], ep_load_shared(from + 512 * v), weight,
-                                        p.weighted && j < s.rows, j == 0 && s.rows > 0);
-                // All lanes have read the stage that was loaded STAGES ago before it is loaded anew.
+                auto get = [&](int v) { return ep_load_shared(from + 512 * v); };
+                auto here = [&](int v) { return 512 * v + 16 * lane < bytes; };
+                auto whole = [&](int) { return true; };
+                bool first = j == 0 && rows > 0;
+                if (bytes == chunk)
+                    sums_add_row<DTYPE, VECTORS>(sum, first, weighted, weight, get, whole);
+                else
+                    sums_add_row<DTYPE, VECTORS>(sum, first, weighted, weight, get, here);
+                taken++;
+                // All lanes have read this stage before it is loaded anew.
                 __syncwarp();
-                load_next();
+                pump();
             }
             u64 to = sums_out(p, table, token) + (u64)piece * chunk + 16 * lane;
 #pragma unroll
             for (int v = 0; v < VECTORS; v++)
                 if (512 * v + 16 * lane < bytes) ep_store(to + 512 * v, sums_narrow<DTYPE>(sum[v]));
         }
-        if ((p.weights_home || p.mode == LOCAL) && item % spans == 0) sums_weights(p, table, token);
+        if ((p.weights_home || p.mode == LOCAL) && walk.part == 0) sums_weights(p, table, token);
+        ep_step(walk);
     }
 }
 #endif
@@ -369,32 +429,28 @@ __device__ void sums_ldst(Params p) {
     if (!sums_may_run(p)) return;
     sums_fill_table(p, table);
     u32 warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x & 31;
-    u32 tokens = sums_tokens(p), quads = p.row_bytes / 16, width = sums_width(p);
+    u32 tokens = sums_tokens(p), quads = p.row_bytes / 16;
     for (u64 token = blockIdx.x * warps + warp; token < tokens; token += (u64)gridDim.x * warps) {
         u64 to = sums_out(p, table, token);
-        for (u32 q = lane; q < quads; q += 32 * UNROLL) {
+        Sources s = sums_sources(p, table, token);
+        for (u32 base = 0; base < quads; base += 32 * UNROLL) {
+            u32 q = base + lane;
             Wide<DTYPE> sum[UNROLL];
 #pragma unroll
             for (int u = 0; u < UNROLL; u++)
 #pragma unroll
                 for (int i = 0; i < Wide<DTYPE>::count; i++) sum[u].at[i] = 0.0f;
-            u32 rows = 0;
-            for (u32 j = 0; j < width + p.biases; j++) {
-                int which;
-                u64 from = rows == j ? sums_row(p, table, token, j, which) : 0;
-                bool row = from != 0;
-                if (row) rows++;
-                else if (j - rows < p.biases) from = sums_bias(p, j - rows, token);
-                else break;
-                float weight = row && p.weighted ? sums_weight(p, token, j) : 0.0f;
+            for (u32 j = 0; j < s.rows + p.biases; j++) {
+                u64 from = sums_source(p, table, s, token, j);
+                bool weighted = p.weighted && j < s.rows;
+                float weight = weighted ? sums_weight(p, token, j) : 1.0f;
                 EpQuad held[UNROLL];
 #pragma unroll
                 for (int u = 0; u < UNROLL; u++)
                     if (q + 32 * u < quads) held[u] = ep_load(from + 16ull * (q + 32 * u));
-#pragma unroll
-                for (int u = 0; u < UNROLL; u++)
-                    if (q + 32 * u < quads)
-                        sums_add<DTYPE>(sum[u], held[u], weight, row && p.weighted, row && j == 0);
+                auto get = [&](int u) { return held[u]; };
+                auto here = [&](int u) { return q + 32 * u < quads; };
+                sums_add_row<DTYPE, UNROLL>(sum, j == 0 && s.rows > 0, weighted, weight, get, here);
             }
 #pragma unroll
             for (int u = 0; u < UNROLL; u++)
@@ -423,17 +479,16 @@ template <int DTYPE, int VECTORS, int STAGES>
 __device__ void sums_tma(Params p) {}
 #endif
 
-#define SUMS_TMA(VECTORS, STAGES)                                                               \
-    extern "C" __global__ void __launch_bounds__(512, 1)                                          \
+#define SUMS_TMA(VECTORS, STAGES, THREADS)                                                               \
+    extern "C" __global__ void __launch_bounds__(THREADS, 1)                                      \
         moe_sum_tma##VECTORS##x##STAGES(const __grid_constant__ MoeSumsParams p) {             \
         if (p.dtype == BF16) sums_tma<BF16, VECTORS, STAGES>(p);                               \
         else if (p.dtype == F16) sums_tma<F16, VECTORS, STAGES>(p);                            \
         else sums_tma<F32, VECTORS, STAGES>(p);                                                \
     }
-SUMS_TMA(2, 4)
-SUMS_TMA(4, 4)
-SUMS_TMA(4, 6)
-SUMS_TMA(7, 3)
-SUMS_TMA(7, 4)
-SUMS_TMA(7, 6)
+SUMS_TMA(2, 4, 512)
+SUMS_TMA(7, 3, 512)
+SUMS_TMA(7, 4, 512)
+SUMS_TMA(14, 2, 256)
+SUMS_TMA(14, 3, 256)
 #undef SUMS_TMA

@@ -71,3 +71,22 @@ __device__ inline void ep_bulk_wait_read() {
 // kernel whose stores others are told of.
 __device__ inline void ep_bulk_wait_written() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 #endif
+
+// Walks over (row, part) pairs dealt round robin to warps, without a division per step.
+struct EpWalk {
+    u32 row, part, step_rows, step_parts, parts;
+};
+
+__device__ inline EpWalk ep_walk(u32 parts) {
+    u32 warps = blockDim.x / 32, first = blockIdx.x * warps + threadIdx.x / 32, step = gridDim.x * warps;
+    return EpWalk{first / parts, first % parts, step / parts, step % parts, parts};
+}
+
+__device__ inline void ep_step(EpWalk &walk) {
+    walk.row += walk.step_rows;
+    walk.part += walk.step_parts;
+    if (walk.part >= walk.parts) {
+        walk.part -= walk.parts;
+        walk.row++;
+    }
+}

@@ -23,4 +23,4 @@ pub use error::{IdError, KernelError, PlacementFault};
 pub use fp8::{Fp8E4M3, SCALE_BLOCK, ScaleKind};
 pub use layout::{Ids, Layout};
 pub use placement::Placement;
-pub use record::{ExpertFormat, PayloadKind, RecordFormat, align16};
+pub use record::{ExpertFormat, PayloadKind, RecordFormat, align_row, align16};

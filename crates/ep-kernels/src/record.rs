@@ -9,6 +9,12 @@ pub const fn align16(n: usize) -> usize {
     n.next_multiple_of(16)
 }
 
+/// `n` rounded up to a whole line: rows start at multiples of it, since what crosses a link or comes
+/// from memory does so by lines, and a row that begins inside one takes an extra request per line.
+pub const fn align_row(n: usize) -> usize {
+    n.next_multiple_of(128)
+}
+
 /// Bounds that keep every size far from overflow.
 const MAX_HIDDEN: usize = 1 << 24;
 const MAX_TOPK: usize = 1 << 16;
@@ -195,7 +201,7 @@ impl RecordFormat {
             ids_at,
             weights_at,
             source_at,
-            stride: source_at + 16,
+            stride: align_row(source_at + 16),
         })
     }
 }
@@ -236,7 +242,7 @@ impl ExpertFormat {
             scale_bytes,
             weight_at,
             row_at: weight_at + 4,
-            stride: weight_at + 16,
+            stride: align_row(weight_at + 16),
         })
     }
 }

@@ -168,7 +168,7 @@ impl EpBuilder {
         let shape = self.shape.resolve(group.world(), self.slots, self.lanes);
         let transport = self.transport.as_deref();
         #[cfg(feature = "cuda")]
-        let prepared = self.prepare();
+        let prepared = self.prepare(group.world());
         #[cfg(feature = "cuda")]
         let problem = prepared.as_ref().err().or(shape.as_ref().err());
         #[cfg(not(feature = "cuda"))]
@@ -227,11 +227,11 @@ impl EpBuilder {
 
     /// Opens the GPU and loads its kernels, if there is one.
     #[cfg(feature = "cuda")]
-    fn prepare(&self) -> Result<Option<crate::gpu::Prepared>> {
+    fn prepare(&self, world: usize) -> Result<Option<crate::gpu::Prepared>> {
         match self.place {
             Place::Cuda(ordinal) => {
-                crate::gpu::Prepared::new(ordinal, self.comm_sms, self.handles, self.tuning)
-                    .map(Some)
+                let sizes = (self.handles, world);
+                crate::gpu::Prepared::new(ordinal, self.comm_sms, sizes, self.tuning).map(Some)
             }
             Place::Host => Ok(None),
         }
@@ -327,6 +327,14 @@ pub(crate) struct Inner {
     pub gpu: Option<crate::gpu::Gpu>,
     own: Mapping,
     timeout: Duration,
+}
+
+#[cfg(feature = "cuda")]
+impl Drop for Inner {
+    fn drop(&mut self) {
+        // What runs on the GPU ends before the windows and flags it uses go with the link.
+        drop(self.gpu.take());
+    }
 }
 
 static NEXT_ID: AtomicU64 = AtomicU64::new(1);
@@ -482,6 +490,15 @@ impl Ep {
     /// When there is no such rank.
     pub fn local_experts(&self, rank: usize) -> usize {
         self.inner.shape.placement.local_experts(rank)
+    }
+
+    /// Launches kernels differently from the next operation on: for finding out what is best. It
+    /// never changes results; without a meaning on the host.
+    #[cfg(feature = "cuda")]
+    pub fn retune(&self, tuning: crate::Tuning) {
+        if let Some(gpu) = &self.inner.gpu {
+            gpu.retune(tuning);
+        }
     }
 
     /// Result slots nobody owns at the moment.

@@ -1,6 +1,6 @@
 //! What a layer looks like, and what it takes in memory.
 
-use ep_kernels::{ExpertFormat, PayloadKind, Placement, RecordFormat, align16};
+use ep_kernels::{ExpertFormat, PayloadKind, Placement, RecordFormat, align_row, align16};
 
 use crate::notify;
 use crate::{EpError, Result};
@@ -247,7 +247,7 @@ impl OutFormat {
 
     fn dense(payload_bytes: usize, weights: usize) -> Self {
         let weights_at = align16(payload_bytes);
-        Self { payload_bytes, weights_at, weights, stride: weights_at + align16(weights * 4) }
+        Self { payload_bytes, weights_at, weights, stride: align_row(weights_at + weights * 4) }
     }
 }
 

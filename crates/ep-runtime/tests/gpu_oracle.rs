@@ -49,7 +49,7 @@ fn every_plan_equals_the_oracle() {
     let tma = |stages, chunk| CopyPath::Tma { stages, chunk };
     let plans = [
         (tma(2, 1024), tma(4, 1024), 1, 4),
-        (tma(4, 256), tma(6, 2048), 3, 7),
+        (tma(4, 256), tma(2, 7168), 3, 7),
         (tma(3, 8192), tma(4, 3584), 16, 5),
         (CopyPath::LdSt { unroll: 1 }, CopyPath::LdSt { unroll: 1 }, 5, 3),
         (CopyPath::LdSt { unroll: 2 }, CopyPath::LdSt { unroll: 2 }, 132, 8),

@@ -35,7 +35,12 @@ pub(crate) struct Prepared {
 }
 
 impl Prepared {
-    pub fn new(ordinal: usize, sms: u32, handles: usize, tuning: Tuning) -> Result<Self> {
+    pub fn new(
+        ordinal: usize,
+        sms: u32,
+        (handles, world): (usize, usize),
+        tuning: Tuning,
+    ) -> Result<Self> {
         let loaded = Loaded::on(ordinal)?;
         let device = loaded.device.clone();
         let available = device.properties().sms;
@@ -45,6 +50,13 @@ impl Prepared {
         }
         if handles == 0 {
             return Err(EpError::argument("build", "no handles; at least 1 is needed"));
+        }
+        // Nothing may be refused once peers count on this rank.
+        for plan in [tuning.dispatch, tuning.expand].into_iter().flatten() {
+            plan.check_rows(world, device.properties())?;
+        }
+        for plan in [tuning.reduce, tuning.combine].into_iter().flatten() {
+            plan.check_sums(world, device.properties())?;
         }
         let Loaded { layout, moves, .. } = loaded;
         Ok(Self { device, layout, moves, sms, tuning, handles })
@@ -251,7 +263,7 @@ impl Gpu {
             layout,
             moves,
             shape: moe,
-            tuning,
+            tuning: Mutex::new(tuning),
             sms,
             lanes,
             handles,

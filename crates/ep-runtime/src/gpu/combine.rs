@@ -93,7 +93,7 @@ impl Folding {
                 weighted: opts.weighted,
             };
             let chosen = MovePlan::reduce(&args, gpu.sms, gpu.device.properties());
-            let plan = gpu.plan(gpu.tuning.reduce, chosen);
+            let plan = gpu.plan(gpu.tuning().reduce, chosen);
             // SAFETY: the slot is this rank's, its regions are apart; addresses are of this layer.
             unsafe { gpu.moves.reduce(gpu.lane(turn.lane).stream.raw(), &plan, &args)? };
             to
@@ -134,7 +134,7 @@ impl Folding {
         let (ep, gpu) = (&self.lane.ep, self.gpu());
         gpu.wait(ep, &self.turn, "combine, announcements", Phase::Posted)?;
         let chosen = MovePlan::combine(args, gpu.sms, gpu.device.properties());
-        let plan = gpu.plan(gpu.tuning.combine, chosen);
+        let plan = gpu.plan(gpu.tuning().combine, chosen);
         // SAFETY: `out` and biases are rows of this many tokens on this GPU (checked); rows are in
         // slots whose owners announced them for this operation and keep them until Done.
         unsafe { gpu.moves.combine(gpu.lane(self.turn.lane).stream.raw(), &plan, args)? };

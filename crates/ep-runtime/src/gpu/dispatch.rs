@@ -200,7 +200,7 @@ impl Sending {
             check: self.cached,
         };
         let chosen = MovePlan::dispatch(&args, gpu.sms, gpu.device.properties());
-        let plan = gpu.plan(gpu.tuning.dispatch, chosen);
+        let plan = gpu.plan(gpu.tuning().dispatch, chosen);
         // SAFETY: the payload is as many rows as the routing has tokens (checked on entry), on this
         // GPU; the targets are slots their owners offered for this operation.
         unsafe { gpu.moves.dispatch(stream, &plan, &args)? };
@@ -376,7 +376,7 @@ impl Gpu {
         }
         let args = ExpandArgs { shape, routing, op, row, expert: self.expert_format(ep, kind) };
         let chosen = MovePlan::expand(&args, self.sms, self.device.properties());
-        let plan = self.plan(self.tuning.expand, chosen);
+        let plan = self.plan(self.tuning().expand, chosen);
         // SAFETY: as above.
         cuda_ok(unsafe { self.moves.expand(stream, &plan, &args) })
     }

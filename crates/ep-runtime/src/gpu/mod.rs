@@ -61,7 +61,7 @@ pub(crate) struct Gpu {
     layout: LayoutKernels,
     moves: MoveKernels,
     shape: MoeShape,
-    tuning: Tuning,
+    tuning: Mutex<Tuning>,
     sms: u32,
     lanes: Vec<GpuLane>,
     handles: Handles,
@@ -116,6 +116,15 @@ fn cuda<T>(result: std::result::Result<T, CudaError>) -> Result<T> {
 }
 
 impl Gpu {
+    fn tuning(&self) -> Tuning {
+        *self.tuning.lock()
+    }
+
+    /// Other launches from now on.
+    pub fn retune(&self, tuning: Tuning) {
+        *self.tuning.lock() = tuning;
+    }
+
     fn lane(&self, index: usize) -> &GpuLane {
         &self.lanes[index]
     }

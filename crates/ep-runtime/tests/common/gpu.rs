@@ -34,6 +34,12 @@ struct Arena {
     ordinal: usize,
 }
 
+impl Arena {
+    fn memory_device(&self) -> Device {
+        self.stream.device().clone()
+    }
+}
+
 impl Gpus {
     /// For up to `ranks` ranks, each with `bytes` of memory. `None`, with the reason, without a GPU.
     pub fn new(ranks: usize, bytes: usize) -> Option<Self> {
@@ -84,7 +90,13 @@ impl Gpus {
 
 impl Grounds for Gpus {
     fn place(&self, rank: usize, _world: usize, builder: EpBuilder) -> EpBuilder {
-        let builder = builder.place(Place::Cuda(rank % self.gpus)).handles(4).timeout(TIMEOUT);
+        // Streams made together get hardware queues of their own, as long as there are fewer than
+        // queues: one that waits must not hold up another rank's.
+        let mut arena = self.arenas[rank].lock();
+        arena.stream = arena.memory_device().stream(0).expect("a stream");
+        drop(arena);
+        let builder =
+            builder.place(Place::Cuda(rank % self.gpus)).lanes(1).handles(4).timeout(TIMEOUT);
         builder.comm_sms(self.sms).tuning(self.tuning)
     }
 

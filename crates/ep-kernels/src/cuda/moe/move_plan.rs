@@ -39,7 +39,7 @@ pub struct MovePlan {
 /// The unrolls there are kernels for.
 pub const UNROLLS: [u32; 4] = [1, 2, 4, 7];
 /// The (vectors, stages) of 512-byte vectors per lane there are summing kernels for.
-pub(super) const SUM_SHAPES: [(u32, u32); 6] = [(2, 4), (4, 4), (4, 6), (7, 3), (7, 4), (7, 6)];
+pub(super) const SUM_SHAPES: [(u32, u32); 5] = [(2, 4), (7, 3), (7, 4), (14, 2), (14, 3)];
 pub(super) const ROW_STAGES: [u32; 3] = [2, 3, 4];
 /// Threads that a summing kernel with so many vectors in flight may have.
 const SUM_THREADS: [u32; 4] = [1024, 1024, 640, 384];
@@ -59,17 +59,18 @@ impl MovePlan {
         Self { blocks, warps, path, attributes: LaunchAttributes::plain() }
     }
 
-    /// One read, several writes, for rows of `row_bytes` on `sms` SMs: what was best on an H200
-    /// (`bench/results/h200x2/copy.json`).
+    /// One read, several writes, for rows of `row_bytes` on `sms` SMs: what was best on an H200 with
+    /// two ranks. Bulk copies need the fewest SMs and suit small rows; where SMs saturate the link
+    /// and rows are large, loads and stores are a little faster.
     pub(super) fn rows(row_bytes: u32, sms: u32, device: &DeviceProperties) -> Self {
-        if device.capability < (9, 0) {
-            return Self::new(sms, 20, CopyPath::LdSt { unroll: 4 });
+        if device.capability < (9, 0) || (sms >= 12 && row_bytes > 8 * 1024) {
+            return Self::new(sms, 16, CopyPath::LdSt { unroll: 4 });
         }
-        // As many warps as shared memory holds rings of three whole rows, up to 16.
         let chunk = row_bytes.clamp(16, 16 * 1024);
         let room = device.shared_per_block.saturating_sub(12 * 1024);
-        let warps = (room / (3 * chunk)).clamp(1, 16);
-        Self::new(sms, warps, CopyPath::Tma { stages: 3, chunk })
+        let most = if chunk >= 4096 { 7 } else { 16 };
+        let warps = (room / (2 * chunk)).clamp(1, most);
+        Self::new(sms, warps, CopyPath::Tma { stages: 2, chunk })
     }
 
     /// Several reads, one write.
@@ -83,13 +84,32 @@ impl MovePlan {
 
     /// Bytes of dynamic shared memory, with a table of `ranks` addresses.
     pub fn shared_bytes(&self, ranks: usize) -> usize {
-        let table = 8 * ranks.max(2);
+        // Addresses, first experts and numbers of experts.
+        let table = 16 * ranks.max(2);
         match self.path {
             CopyPath::Tma { stages, chunk } => {
-                (self.warps * stages) as usize * (chunk as usize + 8) + table
+                // Behind pieces and barriers, what a sum knows of the tokens ahead.
+                let ahead = 32 * self.warps as usize;
+                (self.warps * stages) as usize * (chunk as usize + 8) + table + ahead
             }
             CopyPath::LdSt { .. } => table,
         }
+    }
+
+    /// Whether it can move rows, from one place to several, on `device` in a group of `ranks`.
+    ///
+    /// # Errors
+    /// What does not fit.
+    pub fn check_rows(&self, ranks: usize, device: &DeviceProperties) -> Result<(), CudaError> {
+        self.validate(Mover::Rows, ranks, device)
+    }
+
+    /// Whether it can sum rows on `device` in a group of `ranks`.
+    ///
+    /// # Errors
+    /// What does not fit.
+    pub fn check_sums(&self, ranks: usize, device: &DeviceProperties) -> Result<(), CudaError> {
+        self.validate(Mover::Sums, ranks, device)
     }
 
     pub(super) fn validate(
@@ -131,6 +151,9 @@ impl MovePlan {
                 OP,
                 format!("{} warps; a block that copies in bulk has up to 16", self.warps),
             ),
+            (CopyPath::Tma { chunk, .. }, Mover::Sums) if chunk == 14 * 512 && self.warps > 8 => {
+                invalid(OP, format!("{} warps; with pieces of {chunk} bytes up to 8", self.warps))
+            }
             (CopyPath::LdSt { unroll }, _) if !UNROLLS.contains(&unroll) => {
                 invalid(OP, format!("unroll {unroll}; there are {UNROLLS:?}"))
             }

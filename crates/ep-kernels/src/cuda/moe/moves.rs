@@ -65,11 +65,10 @@ pub(crate) static SUMS: KernelSource = KernelSource {
     name: "sums.cu",
     kernels: &[
         "moe_sum_tma2x4",
-        "moe_sum_tma4x4",
-        "moe_sum_tma4x6",
         "moe_sum_tma7x3",
         "moe_sum_tma7x4",
-        "moe_sum_tma7x6",
+        "moe_sum_tma14x2",
+        "moe_sum_tma14x3",
         "moe_sum_ld1",
         "moe_sum_ld2",
         "moe_sum_ld4",
