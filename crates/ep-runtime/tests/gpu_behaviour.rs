@@ -300,7 +300,9 @@ fn a_rank_that_stops_is_named_and_a_new_group_works() {
         let builder = |rank| gpus.place(rank, 3, builder()).timeout(timeout);
         eps_of(3, &builder, |ep| {
             let rank = Rank::new(&gpus, ep);
+            rank.round_trip();
             rank.load(&Tokens::new(rank.ep.rank(), 2));
+            rank.ep.group().barrier().unwrap();
             if rank.ep.rank() == 1 {
                 std::thread::sleep(timeout + Duration::from_secs(2));
                 return;
@@ -315,11 +317,14 @@ fn a_rank_that_stops_is_named_and_a_new_group_works() {
                 }
             };
             assert!(began.elapsed() < timeout + Duration::from_secs(2), "{:?}", began.elapsed());
+            println!("rank {}, exact {exact}, {:?}: {e}", rank.ep.rank(), began.elapsed());
             assert_eq!((e.peer(), e.group_usable()), (Some(1), false), "{e}");
             let again = rank.dispatch(2, &opts(0)).unwrap_err();
             assert!(!again.group_usable(), "{again}");
         });
+        let began = Instant::now();
         small(&gpus, 3, &common::small::builder(), |rank| rank.round_trip());
+        println!("a new group after exact {exact} took {:?}", began.elapsed());
     }
 }
 
