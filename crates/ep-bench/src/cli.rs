@@ -24,6 +24,38 @@ pub enum Bench {
     Sweep,
     /// The cost of layout and counts at 64, 256 and 1024 ranks, simulated.
     Layout,
+    /// GPUs: everything this transport must show.
+    Suite,
+    /// GPUs: ways through an SM, warps, numbers of SMs.
+    Copy,
+    /// GPUs: launch attributes, alone and beside a kernel that holds SMs.
+    Launch,
+}
+
+/// Options of `--transport nvlink`.
+#[derive(Clone, Debug, clap::Args)]
+pub struct GpuArgs {
+    /// GPUs; rank r runs on GPU r mod N [default: up to 2]
+    #[arg(long, value_name = "N", value_parser = count)]
+    pub gpus: Option<usize>,
+    /// SMs for communication
+    #[arg(long, value_name = "N", default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=1024))]
+    pub sms: u32,
+    /// Replay a graph
+    #[arg(long)]
+    pub graph: bool,
+    /// Lay the routing out every time
+    #[arg(long)]
+    pub uncached: bool,
+    /// Without telling the host how many rows come; lays out every time
+    #[arg(long)]
+    pub capacity: bool,
+    /// Sum experts' rows before they travel (expert-major)
+    #[arg(long)]
+    pub reduced: bool,
+    /// Write the suite's results into this folder
+    #[arg(long, value_name = "DIR")]
+    pub out: Option<PathBuf>,
 }
 
 /// How bytes reach a peer.
@@ -81,7 +113,7 @@ pub struct Args {
     #[arg(long, value_name = "N", value_parser = count)]
     pub experts: Option<usize>,
     /// Type of the rows [default: bf16]
-    #[arg(long, value_enum)]
+    #[arg(long, value_enum, alias = "payload")]
     pub dtype: Option<Dtype>,
     /// Arrangement of the received rows
     #[arg(long, value_enum, default_value = "rank-major")]
@@ -122,6 +154,9 @@ pub struct Args {
     /// The commit that is measured [default: what git says]
     #[arg(long, value_name = "HASH")]
     pub commit: Option<String>,
+    /// What only GPUs have
+    #[command(flatten, next_help_heading = "With --transport nvlink")]
+    pub gpu: GpuArgs,
     /// Only say what would be run: rows and bytes
     #[arg(long)]
     pub dry_run: bool,
@@ -218,6 +253,10 @@ impl Args {
         };
         Ok(match (self.bench, self.dtype) {
             (Some(Bench::Layout), _) => Vec::new(),
+            (Some(Bench::Suite | Bench::Copy | Bench::Launch), _) => {
+                let text = "suite, copy and launch measure GPUs: add --transport nvlink";
+                return Err(BenchError::Usage(text.into()));
+            }
             (None, None) => STANDARD.to_vec(),
             (None | Some(Bench::Sweep), _) => {
                 let mut both = vec![(Operation::Dispatch, dtype)];
@@ -371,6 +410,8 @@ mod tests {
         }
         for (line, says) in [
             ("combine --dtype fp8", "cannot be combined"),
+            ("suite", "--transport nvlink"),
+            ("launch --transport host", "--transport nvlink"),
             ("--hidden 12", "multiple of 16"),
             ("--ranks 8 --experts 7", "every rank needs an expert"),
             ("--topk 65", "more than --experts 64"),

@@ -124,7 +124,7 @@ fn failed(rank: usize, op: &'static str, e: &EpError) -> BenchError {
     BenchError::Rank { rank, op, blames: e.peer().filter(|&p| p != rank), detail: e.to_string() }
 }
 
-fn kind(dtype: Dtype) -> PayloadKind {
+pub(crate) fn kind(dtype: Dtype) -> PayloadKind {
     match dtype {
         Dtype::Bf16 => PayloadKind::Bf16,
         Dtype::F16 => PayloadKind::F16,
@@ -156,7 +156,7 @@ fn elements<T: Element>(bytes: &[u8]) -> std::result::Result<&[T], EpError> {
     whole.then_some(elements).ok_or_else(|| misaligned(bytes.len()))
 }
 
-fn elements_mut<T: Element>(bytes: &mut [u8]) -> std::result::Result<&mut [T], EpError> {
+pub(crate) fn elements_mut<T: Element>(bytes: &mut [u8]) -> std::result::Result<&mut [T], EpError> {
     let length = bytes.len();
     // SAFETY: as in `elements`, and every value is valid bytes.
     let (before, elements, after) = unsafe { bytes.align_to_mut::<T>() };
@@ -168,7 +168,10 @@ fn misaligned(bytes: usize) -> EpError {
     EpError::Argument { op: "rows", detail: format!("a buffer of {bytes} bytes is not aligned") }
 }
 
-fn payload<'a>(case: &Case, input: &'a Input) -> std::result::Result<Payload<'a>, EpError> {
+pub(crate) fn payload<'a>(
+    case: &Case,
+    input: &'a Input,
+) -> std::result::Result<Payload<'a>, EpError> {
     let (hidden, bytes) = (case.shape.hidden, input.payload.as_slice());
     let blocks = hidden.div_ceil(crate::case::SCALE_BLOCK);
     match case.dtype {

@@ -21,6 +21,8 @@ pub mod layout_cost;
 pub mod machine;
 pub mod margin;
 pub mod measure;
+#[cfg(feature = "cuda")]
+pub mod nvlink;
 pub mod oracle;
 pub mod plan;
 pub mod preflight;

@@ -21,6 +21,10 @@ use crate::{Result, html, layout_cost, processes, threads, trace};
 /// # Errors
 /// Options that cannot be met, a failed verification, a failed rank, files that cannot be written.
 pub fn run(args: &Args) -> Result<Report> {
+    #[cfg(feature = "cuda")]
+    if args.transport == crate::cli::Transport::Nvlink {
+        return crate::nvlink::run(args);
+    }
     let plan = args.plan(free_memory())?;
     let mut report = Report::new(commit(args.commit.as_deref()), Machine::here());
     for note in &plan.notes {

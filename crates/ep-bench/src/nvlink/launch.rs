@@ -1,0 +1,144 @@
+//! `launch`: the same kernels with and without cooperative and cluster attributes, alone and beside
+//! a kernel that holds all other SMs.
+
+use std::time::Duration;
+
+use ep_kernels::cuda::{Compiler, Device, HoldSpec, SmTools};
+use ep_runtime::{CopyPath, LaunchAttributes, MovePlan, Tuning};
+use serde_json::json;
+
+use super::rank::{Call, Rank, on_ranks};
+use super::raw::{LIMIT, failed};
+use super::rows::{Limits, row};
+use super::{job, slowest};
+use crate::Result;
+use crate::case::{Case, Operation};
+use crate::report::Row;
+use crate::rng::{Purpose, Rng};
+
+/// How a kernel is launched.
+const LAUNCHES: [&str; 4] = ["plain", "cooperative", "cluster2", "cluster2-cooperative"];
+/// SMs left free beyond those of the kernel; `None`: nothing is held.
+const MARGINS: [Option<u32>; 5] = [None, Some(0), Some(2), Some(4), Some(8)];
+const RUNS: usize = 8;
+/// Long beside any of the operations.
+const HOLD: Duration = Duration::from_millis(8);
+
+#[derive(Clone, Copy, Debug)]
+struct Point {
+    operation: Operation,
+    sms: u32,
+    launch: usize,
+    margin: Option<u32>,
+}
+
+fn points(seed: u64) -> Vec<Point> {
+    let mut points = Vec::new();
+    for operation in [Operation::Dispatch, Operation::Combine] {
+        for sms in [16, 8] {
+            for launch in 0..LAUNCHES.len() {
+                points.extend(MARGINS.map(|margin| Point { operation, sms, launch, margin }));
+            }
+        }
+    }
+    let mut rng = Rng::new(seed, Purpose::Outputs, usize::MAX);
+    for i in (1..points.len()).rev() {
+        let mut bytes = [0u8; 8];
+        rng.fill(&mut bytes);
+        points.swap(i, (u64::from_le_bytes(bytes) % (i as u64 + 1)) as usize);
+    }
+    points
+}
+
+fn attributes(launch: usize) -> LaunchAttributes {
+    let plain = LaunchAttributes::plain();
+    match launch {
+        0 => plain,
+        1 => plain.with_cooperative(),
+        2 => plain.with_cluster(2),
+        _ => plain.with_cluster(2).with_cooperative(),
+    }
+}
+
+/// The plan whose attributes are varied: one block per SM, by its shared memory.
+fn plan(point: &Point, row_bytes: u32) -> MovePlan {
+    let path = match point.operation {
+        Operation::Combine => CopyPath::Tma { stages: 3, chunk: 3584 },
+        _ => CopyPath::Tma { stages: 3, chunk: row_bytes.clamp(16, 16 << 10) },
+    };
+    let warps = if point.operation == Operation::Combine { 16 } else { 5 };
+    MovePlan { attributes: attributes(point.launch), ..MovePlan::new(point.sms, warps, path) }
+}
+
+/// Runs the study.
+///
+/// # Errors
+/// As the measurements.
+pub fn run(case: &Case, devices: &[Device]) -> Result<Vec<Row>> {
+    let job = job(case.clone(), false, devices)?;
+    let bytes = case.dtype.payload_bytes(case.shape.hidden) as u32;
+    let points = points(case.seed);
+    let all = on_ranks(&job, (16, Tuning::default()), false, &|rank| {
+        rank.verify(Call::default())?;
+        let tools =
+            SmTools::load(&rank.device, Compiler::get().map_err(failed)?).map_err(failed)?;
+        points.iter().map(|point| one(rank, &tools, point, bytes)).collect::<Result<Vec<_>>>()
+    })?;
+    let mut results = Vec::new();
+    for (i, point) in points.iter().enumerate() {
+        let times: Vec<Vec<f64>> = all.iter().map(|rank| rank[i].0.clone()).collect();
+        let blocked = (0..RUNS).filter(|&run| all.iter().any(|rank| rank[i].1[run])).count();
+        let timed = (point.operation, slowest(&times));
+        let mut row = row(&job, timed, point.sms, Call::default(), &Limits::default());
+        let beside = point.margin.map_or("alone".into(), |m| format!("{} free", point.sms + m));
+        row.launch = LAUNCHES[point.launch].into();
+        let name = row.launch.replace("cooperative", "coop");
+        let mark = if blocked > 0 { format!(" BLOCKED {blocked}") } else { String::new() };
+        row.metrics.insert("how".into(), json!(format!("{name} {beside}{mark}")));
+        row.metrics.insert("free_sms".into(), json!(point.margin.map(|m| point.sms + m)));
+        row.metrics.insert("blocked".into(), json!(blocked));
+        results.push(row);
+    }
+    results.sort_by_key(|row| {
+        let free = row.metrics["free_sms"].as_u64().unwrap_or(0);
+        (row.bench.clone(), row.sms, row.launch.clone(), free)
+    });
+    Ok(results)
+}
+
+/// The times of a point, and for each run whether it outlasted the holder.
+fn one(
+    rank: &mut Rank<'_>,
+    tools: &SmTools,
+    point: &Point,
+    row_bytes: u32,
+) -> Result<(Vec<f64>, Vec<bool>)> {
+    let mut tuning = Tuning::default();
+    match point.operation {
+        Operation::Combine => tuning.combine = Some(plan(point, row_bytes)),
+        _ => tuning.dispatch = Some(plan(point, row_bytes)),
+    }
+    rank.retune(tuning);
+    let (mut times, mut blocked) = (Vec::new(), Vec::new());
+    let (least, _) = rank.device.priorities().map_err(failed)?;
+    let beside = rank.device.stream(least).map_err(failed)?;
+    rank.measure(point.operation, Call::default(), (2, 0))?;
+    for _ in 0..RUNS {
+        let holder = match point.margin {
+            None => None,
+            Some(margin) => {
+                let sms = rank.device.properties().sms - point.sms - margin;
+                rank.barrier()?;
+                let holder = tools.hold(&beside, &HoldSpec::anywhere(sms, HOLD)).map_err(failed)?;
+                holder.wait_holding(LIMIT).map_err(failed)?;
+                Some(holder)
+            }
+        };
+        times.extend(rank.measure_beside(point.operation)?);
+        blocked.push(holder.as_ref().is_some_and(|holder| !holder.is_holding()));
+        if let Some(holder) = holder {
+            holder.finish(LIMIT).map_err(failed)?;
+        }
+    }
+    Ok((times, blocked))
+}

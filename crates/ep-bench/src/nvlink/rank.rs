@@ -1,0 +1,559 @@
+//! Ranks on GPUs, as threads of this process: rank `r` on GPU `r % gpus`.
+
+use std::sync::Arc;
+
+use ep_kernels::cuda::{Device, DeviceMemory, Event, EventPool, Stream};
+use ep_runtime::{
+    DType, DeviceIds, DispatchOpts, Dispatched, Ep, EpBuilder, Group, Handle, IdKind, Payload,
+    Place, Queue, Route, Rows, RowsMut, Tuning,
+};
+
+use super::raw::failed as cuda;
+use super::raw::{Gate, Graph, LIMIT, await_event};
+use super::reference::{
+    Reference, combine_opts, compare_combined, compare_rows, failed, layer, layout,
+};
+use crate::case::{Case, Dtype, Operation};
+use crate::host::kind;
+use crate::plan::Traffic;
+use crate::stats::{RUNS, WARM_UPS};
+use crate::{BenchError, Result};
+
+/// A job whose answers are known.
+#[derive(Debug)]
+pub struct Job {
+    /// What is sent where.
+    pub case: Case,
+    /// Rows between ranks.
+    pub traffic: Traffic,
+    /// Whether experts' rows are summed before they travel.
+    pub reduced: bool,
+    /// The host backend's answers, by rank.
+    pub references: Vec<Reference>,
+    /// The GPUs.
+    pub devices: Vec<Device>,
+}
+
+/// How an operation is called.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Call {
+    /// With the routing of this call, not of an earlier one.
+    pub uncached: bool,
+    /// Without telling the host how many rows come.
+    pub capacity: bool,
+    /// By replaying a graph.
+    pub graph: bool,
+}
+
+/// One rank. Fields that refer to others are dropped before them.
+pub struct Rank<'a> {
+    /// Its number.
+    pub rank: usize,
+    /// Its GPU.
+    pub device: Device,
+    job: &'a Job,
+    group: &'a Group,
+    gate: &'a Gate,
+    round: u32,
+    handle: Option<Handle>,
+    ep: Ep,
+    queue: Queue,
+    places: Places,
+    memory: DeviceMemory,
+    /// The experts' outputs as they lie in a slot, by stride.
+    images: Vec<(usize, DeviceMemory)>,
+    events: Arc<EventPool>,
+    /// The caller's stream.
+    pub stream: Stream,
+}
+
+/// Where a rank's data is.
+#[derive(Clone, Copy, Default)]
+struct Places {
+    payload: u64,
+    scales: u64,
+    ids: u64,
+    weights: u64,
+    out: u64,
+}
+
+/// Runs `script` on every rank of `job`. Gives back what it gave, by rank.
+///
+/// # Errors
+/// The first failure that is not another rank's.
+pub fn on_ranks<T: Send>(
+    job: &Job,
+    (sms, tuning): (u32, Tuning),
+    graph: bool,
+    script: &(dyn Fn(&mut Rank<'_>) -> Result<T> + Sync),
+) -> Result<Vec<T>> {
+    let gate = Gate::new(&job.devices[0])?;
+    let groups = Group::local(job.case.shape.ranks)
+        .map_err(|e| BenchError::Tool { op: "nvlink", detail: e.to_string() })?;
+    let results: Vec<Result<T>> = std::thread::scope(|scope| {
+        let start = |group: Group| {
+            let gate = &gate;
+            scope.spawn(move || {
+                let done =
+                    Rank::new(job, &group, gate, (sms, tuning), graph).and_then(|mut rank| {
+                        let done = script(&mut rank);
+                        if let Err(e) = &done {
+                            // Nobody waits for this rank, nor for the gate.
+                            group.abort(&e.to_string());
+                            gate.open(i32::MAX as u32);
+                        }
+                        done
+                    });
+                if let Err(e) = &done {
+                    group.abort(&e.to_string());
+                }
+                done
+            })
+        };
+        let ranks: Vec<_> = groups.into_iter().map(start).collect();
+        (ranks.into_iter().enumerate())
+            .map(|(rank, thread)| {
+                let died = |_| Err(BenchError::RankDied { rank, detail: "panicked".into() });
+                thread.join().unwrap_or_else(died)
+            })
+            .collect()
+    });
+    let mut errors: Vec<&BenchError> = results.iter().filter_map(|r| r.as_ref().err()).collect();
+    errors.sort_by_key(|e| e.is_echo());
+    match errors.first() {
+        Some(&e) => Err(e.clone()),
+        None => results.into_iter().collect(),
+    }
+}
+
+impl<'a> Rank<'a> {
+    fn new(
+        job: &'a Job,
+        group: &'a Group,
+        gate: &'a Gate,
+        (sms, tuning): (u32, Tuning),
+        graph: bool,
+    ) -> Result<Self> {
+        let rank = group.rank();
+        let device = job.devices[rank % job.devices.len()].clone();
+        let stream = device.stream(0).map_err(cuda)?;
+        let ordinal = device.properties().ordinal;
+        // With one slot, what was poisoned is what the next call writes.
+        let ep = EpBuilder::new(layer(&job.case, &job.traffic))
+            .place(Place::Cuda(ordinal))
+            .slots(if graph { 3 } else { 1 })
+            .lanes(1)
+            .comm_sms(sms)
+            .tuning(tuning)
+            .timeout(LIMIT)
+            .build(group)
+            .map_err(failed(rank, "build"))?;
+        let events = EventPool::new(&device, 16, true).map_err(cuda)?;
+        let (memory, places) = place(job, rank, &stream)?;
+        // SAFETY: the stream is dropped last, and all work on it is waited for.
+        let queue = unsafe { Queue::from_raw(stream.raw().cast(), ordinal) };
+        let (round, handle, images) = (0, None, Vec::new());
+        Ok(Self {
+            rank,
+            device,
+            job,
+            group,
+            gate,
+            round,
+            handle,
+            ep,
+            queue,
+            places,
+            memory,
+            images,
+            events,
+            stream,
+        })
+    }
+
+    /// The answers of this rank.
+    fn reference(&self) -> &'a Reference {
+        &self.job.references[self.rank]
+    }
+
+    /// Launches kernels differently.
+    pub fn retune(&self, tuning: Tuning) {
+        self.ep.retune(tuning);
+    }
+
+    /// Waits for all ranks.
+    ///
+    /// # Errors
+    /// A rank that failed.
+    pub fn barrier(&self) -> Result<()> {
+        self.group.barrier().map_err(|e| BenchError::Rank {
+            rank: self.rank,
+            op: "barrier",
+            blames: e.peer().or(Some(0)),
+            detail: e.to_string(),
+        })
+    }
+
+    /// Waits for this rank's stream.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn drain(&self) -> Result<()> {
+        self.stream.wait("a rank's stream", LIMIT).map_err(cuda)
+    }
+
+    fn dispatch(&self, call: Call) -> Result<Dispatched> {
+        let (case, p, rank) = (&self.job.case, self.places, self.rank);
+        let (hidden, tokens) = (case.shape.hidden, self.reference().input.routes.tokens);
+        let ordinal = self.device.properties().ordinal;
+        let rows = |at, bytes: usize, dtype| {
+            // SAFETY: dense rows in this rank's memory, which nobody writes any more.
+            unsafe { Rows::from_device(ordinal, at, tokens, bytes, bytes, dtype) }
+        };
+        let row = case.dtype.payload_bytes(hidden);
+        let scale_rows = |dtype| rows(p.scales, case.dtype.scale_bytes(hidden), dtype);
+        let payload = match case.dtype {
+            Dtype::Fp8 => {
+                Payload::fp8(rows(p.payload, row, DType::Fp8E4M3), scale_rows(DType::F32))
+            }
+            Dtype::Fp8Ue8m0 => {
+                Payload::fp8(rows(p.payload, row, DType::Fp8E4M3), scale_rows(DType::Bytes))
+            }
+            dtype => Payload::new(rows(p.payload, row, kind(dtype).dtype())),
+        };
+        let choices = tokens * case.shape.topk;
+        let route = match &self.handle {
+            Some(handle) if !call.uncached => Route::Cached(handle),
+            _ => Route::Device {
+                // SAFETY: so many ids are there, written by nobody any more.
+                ids: unsafe { DeviceIds::from_raw(ordinal, p.ids, choices, IdKind::I64) },
+                // SAFETY: as above.
+                weights: Some(unsafe {
+                    Rows::from_device(ordinal, p.weights, choices, 4, 4, DType::F32)
+                }),
+            },
+        };
+        let opts = DispatchOpts {
+            layout: layout(case),
+            capacity: call.capacity,
+            ..DispatchOpts::default()
+        };
+        payload
+            .and_then(|payload| self.ep.dispatch(&self.queue, payload, route, &opts))
+            .map_err(failed(rank, "dispatch"))
+    }
+
+    fn combine(&self, held: Dispatched) -> Result<()> {
+        let case = &self.job.case;
+        let (back, tokens) = (case.dtype.back(), self.reference().input.routes.tokens);
+        let row = back.payload_bytes(case.shape.hidden);
+        let (ordinal, dtype) = (self.device.properties().ordinal, kind(back).dtype());
+        // SAFETY: dense rows in this rank's memory, used by nobody else.
+        let out =
+            unsafe { RowsMut::from_device(ordinal, self.places.out, tokens, row, row, dtype) };
+        held.combine(&self.queue, out, &combine_opts(case, self.job.reduced))
+            .map(drop)
+            .map_err(|e| failed(self.rank, "combine")(e.into()))
+    }
+
+    /// Where the held rows are, and their stride.
+    fn rows_of(&self, held: &mut Dispatched) -> Result<(u64, usize)> {
+        let mut rows = held
+            .rows_mut(kind(self.job.case.dtype.back()))
+            .map_err(failed(self.rank, "rows_mut"))?;
+        let mut rows = rows.payload();
+        Ok((rows.as_mut_ptr() as u64, rows.stride()))
+    }
+
+    /// Overwrites received rows and sums with NaN.
+    fn poison(&self, (at, stride): (u64, usize)) -> Result<()> {
+        let rows = self.reference().rows.rows().len();
+        let (out, raw) = (self.reference().combined.len(), self.stream.raw());
+        // SAFETY: rows of a result that is alive; this rank's own output.
+        unsafe {
+            self.device.fill(raw, at, 0xff, rows * stride).map_err(cuda)?;
+            self.device.fill(raw, self.places.out, 0xff, out).map_err(cuda)?;
+        }
+        self.drain()
+    }
+
+    /// Makes the image that [`Rank::write_outputs`] copies. Allocates: no stream may be held.
+    fn draw_image(&mut self, (_, stride): (u64, usize)) -> Result<()> {
+        let outputs = &self.reference().outputs;
+        if outputs.is_empty() || self.images.iter().any(|(known, _)| *known == stride) {
+            return Ok(());
+        }
+        let row = self.row();
+        let mut image = vec![0u8; outputs.len() / row * stride];
+        for (to, from) in image.chunks_exact_mut(stride).zip(outputs.chunks_exact(row)) {
+            to[..row].copy_from_slice(from);
+        }
+        let memory = DeviceMemory::zeroed(&self.stream, image.len(), LIMIT).map_err(cuda)?;
+        memory.upload(&self.stream, 0, &image, LIMIT).map_err(cuda)?;
+        self.images.push((stride, memory));
+        Ok(())
+    }
+
+    /// Copies the experts' outputs to where combine takes them from.
+    fn write_outputs(&self, (at, stride): (u64, usize)) -> Result<()> {
+        if let Some((_, image)) = self.images.iter().find(|(known, _)| *known == stride) {
+            // SAFETY: rows of a result that is alive, and the image of them.
+            unsafe { self.device.copy(self.stream.raw(), at, image.address(), image.bytes()) }
+                .map_err(cuda)?;
+        }
+        self.drain()
+    }
+
+    fn row(&self) -> usize {
+        self.job.case.dtype.back().payload_bytes(self.job.case.shape.hidden)
+    }
+
+    fn verdict(&self, what: &str, compared: std::result::Result<(), String>) -> Result<()> {
+        compared.map_err(|e| BenchError::Verification {
+            rank: self.rank,
+            bench: format!("{} {}", what, self.job.case.dtype.name()),
+            detail: e,
+        })
+    }
+
+    fn check_rows(&self, held: &Dispatched) -> Result<()> {
+        let got = held.to_host(&self.queue).map_err(failed(self.rank, "to_host"))?;
+        self.verdict("dispatch", compare_rows(&self.reference().rows, &got))
+    }
+
+    fn check_combined(&self) -> Result<()> {
+        let want = &self.reference().combined;
+        let mut got = vec![0u8; want.len()];
+        let at = (self.places.out - self.memory.address()) as usize;
+        self.memory.download(&self.stream, at, &mut got, LIMIT).map_err(cuda)?;
+        self.verdict("combine", compare_combined(want, &got, self.row()))
+    }
+
+    /// Compares one dispatch as it is called and one combine with the host backend. Leaves a
+    /// routing to be used again.
+    ///
+    /// # Errors
+    /// A difference, or what the library says.
+    pub fn verify(&mut self, call: Call) -> Result<()> {
+        let mut first = self.dispatch(Call { uncached: true, ..Call::default() })?;
+        self.check_rows(&first)?;
+        self.handle = Some(first.handle().clone());
+        let rows = self.rows_of(&mut first)?;
+        self.draw_image(rows)?;
+        self.poison(rows)?;
+        first.release(&self.queue);
+        let second = self.dispatch(call)?;
+        self.check_rows(&second)?;
+        second.release(&self.queue);
+        self.combine_once()?;
+        self.check_combined()
+    }
+
+    fn combine_once(&mut self) -> Result<()> {
+        let mut held = self.slot()?;
+        let rows = self.rows_of(&mut held)?;
+        self.draw_image(rows)?;
+        self.poison(rows)?;
+        self.write_outputs(rows)?;
+        self.combine(held)?;
+        self.drain()
+    }
+
+    fn slot(&self) -> Result<Dispatched> {
+        let handle = self.handle.as_ref().ok_or_else(|| BenchError::Rank {
+            rank: self.rank,
+            op: "combine_slot",
+            blames: None,
+            detail: "nothing was dispatched yet".into(),
+        })?;
+        self.ep.combine_slot(handle, &self.queue).map_err(failed(self.rank, "combine_slot"))
+    }
+
+    fn record(&self) -> Result<Event> {
+        // SAFETY: this rank's live stream.
+        unsafe { self.events.record(self.stream.raw()) }.map_err(cuda)
+    }
+
+    /// Times what `work` submits, from a start that all ranks have together. `early`: all of it is
+    /// submitted before that start.
+    ///
+    /// # Errors
+    /// Those of `work`; the driver's.
+    pub fn timed<T>(
+        &mut self,
+        early: bool,
+        work: impl FnOnce(&mut Self) -> Result<T>,
+    ) -> Result<(f64, T)> {
+        self.round += 1;
+        self.barrier()?;
+        // SAFETY: this rank's live stream; it is drained before the gate goes.
+        unsafe { self.gate.hold(&self.device, self.stream.raw(), self.round)? };
+        let start = self.record()?;
+        let open = |rank: &Self| -> Result<()> {
+            rank.barrier()?;
+            if rank.rank == 0 {
+                rank.gate.open(rank.round);
+            }
+            Ok(())
+        };
+        if !early {
+            open(self)?;
+        }
+        let done = work(self)?;
+        let end = self.record()?;
+        if early {
+            open(self)?;
+        }
+        await_event(&end, "a timed operation")?;
+        Ok((end.micros_since(&start).map_err(cuda)?, done))
+    }
+
+    /// Times `runs` runs after `warm_ups`; microseconds each. The last run is compared.
+    ///
+    /// # Errors
+    /// A difference; what the library and the driver say.
+    pub fn measure(
+        &mut self,
+        operation: Operation,
+        call: Call,
+        (warm_ups, runs): (usize, usize),
+    ) -> Result<Vec<f64>> {
+        // A host that waits for counts cannot submit everything ahead.
+        let early = !call.uncached || call.capacity;
+        let mut times = Vec::with_capacity(runs);
+        for run in 1..=warm_ups + runs {
+            let last = run == warm_ups + runs;
+            let us = match operation {
+                Operation::Combine => {
+                    let mut held = self.slot()?;
+                    let rows = self.rows_of(&mut held)?;
+                    if last {
+                        self.poison(rows)?;
+                    }
+                    self.write_outputs(rows)?;
+                    let (us, ()) = self.timed(true, |rank| rank.combine(held))?;
+                    if last {
+                        self.check_combined()?;
+                    }
+                    us
+                }
+                Operation::Dispatch => {
+                    if last {
+                        let mut held = self.slot()?;
+                        let rows = self.rows_of(&mut held)?;
+                        self.poison(rows)?;
+                        held.release(&self.queue);
+                        self.drain()?;
+                    }
+                    let (us, held) = self.timed(early, |rank| rank.dispatch(call))?;
+                    if last {
+                        self.check_rows(&held)?;
+                    }
+                    held.release(&self.queue);
+                    us
+                }
+                Operation::Roundtrip => {
+                    let work = |rank: &mut Self| rank.dispatch(call).and_then(|h| rank.combine(h));
+                    self.timed(early, work)?.0
+                }
+            };
+            if run > warm_ups {
+                times.push(us);
+            }
+        }
+        Ok(times)
+    }
+
+    /// One timed run beside whatever else runs on the GPU, without waiting for that.
+    ///
+    /// # Errors
+    /// As [`Rank::measure`].
+    pub fn measure_beside(&mut self, operation: Operation) -> Result<Vec<f64>> {
+        match operation {
+            Operation::Combine => {
+                let held = self.slot()?;
+                Ok(vec![self.timed(true, |rank| rank.combine(held))?.0])
+            }
+            _ => {
+                let (us, held) = self.timed(true, |rank| rank.dispatch(Call::default()))?;
+                held.release(&self.queue);
+                Ok(vec![us])
+            }
+        }
+    }
+
+    /// Times replays of a captured dispatch and of a captured combine.
+    ///
+    /// # Errors
+    /// As [`Rank::measure`].
+    pub fn measure_graphs(&mut self, call: Call) -> Result<(Vec<f64>, Vec<f64>)> {
+        let raw = self.stream.raw();
+        self.drain()?;
+        self.barrier()?;
+        // SAFETY: this rank's stream; its layer outlives the graphs.
+        let (dispatch, mut held) =
+            unsafe { Graph::capture(&self.device, raw, || self.dispatch(call))? };
+        let rows = self.rows_of(&mut held)?;
+        self.poison(rows)?;
+        self.barrier()?;
+        // SAFETY: as above.
+        unsafe { dispatch.launch(raw)? };
+        self.drain()?;
+        self.check_rows(&held)?;
+        self.barrier()?;
+        // SAFETY: as above.
+        let (combine, ()) = unsafe { Graph::capture(&self.device, raw, || self.combine(held))? };
+        let (mut dispatched, mut combined) = (Vec::new(), Vec::new());
+        for run in 1..=WARM_UPS + RUNS {
+            // SAFETY: as above.
+            let (us, ()) = self.timed(true, |_| unsafe { dispatch.launch(raw) })?;
+            if run == WARM_UPS + RUNS {
+                self.poison(rows)?;
+            }
+            self.write_outputs(rows)?;
+            // SAFETY: as above.
+            let (back, ()) = self.timed(true, |_| unsafe { combine.launch(raw) })?;
+            if run > WARM_UPS {
+                dispatched.push(us);
+                combined.push(back);
+            }
+        }
+        self.check_combined()?;
+        self.drain()?;
+        self.barrier()?;
+        Ok((dispatched, combined))
+    }
+}
+
+impl Drop for Rank<'_> {
+    fn drop(&mut self) {
+        // Work that the gate holds must end before the gate and the memory go.
+        if std::thread::panicking() {
+            self.gate.open(i32::MAX as u32);
+        }
+        if let Err(e) = self.drain() {
+            eprintln!("rank {}: {e}", self.rank);
+        }
+    }
+}
+
+/// Uploads a rank's data.
+fn place(job: &Job, rank: usize, stream: &Stream) -> Result<(DeviceMemory, Places)> {
+    let Reference { input, combined, .. } = &job.references[rank];
+    let ids: Vec<u8> = input.routes.ids.iter().flat_map(|id| id.to_ne_bytes()).collect();
+    let weights: Vec<u8> = input.routes.weights.iter().flat_map(|w| w.to_ne_bytes()).collect();
+    let parts = [&input.payload, &input.scales, &ids, &weights];
+    let room = |bytes: usize| bytes.next_multiple_of(256) + 256;
+    let all = parts.iter().map(|p| room(p.len())).sum::<usize>() + room(combined.len());
+    let memory = DeviceMemory::zeroed(stream, all, LIMIT).map_err(cuda)?;
+    let mut at = 0;
+    let mut addresses = [0u64; 4];
+    for (part, address) in parts.iter().zip(&mut addresses) {
+        memory.upload(stream, at, part, LIMIT).map_err(cuda)?;
+        *address = memory.address() + at as u64;
+        at += room(part.len());
+    }
+    let [payload, scales, ids, weights] = addresses;
+    let out = memory.address() + at as u64;
+    Ok((memory, Places { payload, scales, ids, weights, out }))
+}

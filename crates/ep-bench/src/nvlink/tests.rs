@@ -1,0 +1,119 @@
+use super::*;
+use crate::case::{Dtype, Layout};
+use clap::Parser as _;
+
+fn args(line: &str) -> Args {
+    Args::parse_from(std::iter::once("ep-bench").chain(line.split_whitespace()))
+}
+
+#[test]
+fn options_make_the_cases_they_say() {
+    let list = cases(&args("dispatch --transport nvlink")).unwrap();
+    assert_eq!(list.len(), 1);
+    assert_eq!((list[0].workload.as_str(), list[0].shape.ranks), ("train", 2));
+    assert!(list[0].cached);
+    let line = "roundtrip --transport nvlink --ranks 5 --tokens 77 --payload fp8 --uncached \
+                --layout expert-major --workload decode";
+    let case = &cases(&args(line)).unwrap()[0];
+    assert_eq!((case.shape.ranks, case.shape.tokens, case.shape.experts), (5, 77, 290));
+    assert_eq!((case.dtype, case.layout, case.cached), (Dtype::Fp8, Layout::ExpertMajor, false));
+    assert_eq!(case.workload, "custom");
+    let both = cases(&args("--transport nvlink --workload decode")).unwrap();
+    assert_eq!(both.len(), 2);
+    assert!(cases(&args("dispatch --transport nvlink --hidden 12")).is_err());
+}
+
+#[test]
+fn what_ranks_as_threads_cannot_do_is_refused() {
+    for line in ["--transport nvlink --processes", "sweep --transport nvlink"] {
+        assert_eq!(run(&args(line)).unwrap_err().exit_code(), 2, "{line}");
+    }
+}
+
+#[test]
+fn without_gpus_the_error_says_so() {
+    if Driver::get().is_ok() {
+        return;
+    }
+    let error = run(&args("dispatch --transport nvlink")).unwrap_err();
+    assert!(error.to_string().contains("libcuda"), "{error}");
+}
+
+#[test]
+fn every_run_counts_its_slowest_rank() {
+    assert_eq!(slowest(&[vec![1.0, 5.0], vec![2.0, 3.0, 9.0]]), [2.0, 5.0]);
+    assert!(slowest(&[]).is_empty());
+}
+
+#[test]
+fn verdicts_are_inclusive() {
+    assert_eq!(suite::verdict(360.0, 415.0, 360.0), "goal");
+    assert_eq!(suite::verdict(415.0, 415.0, 360.0), "must");
+    assert_eq!(suite::verdict(415.1, 415.0, 360.0), "missed");
+}
+
+#[test]
+fn plans_are_all_different() {
+    for plans in [tune::rows_plans(14336), tune::sums_plans()] {
+        let set: std::collections::HashSet<_> = plans.iter().collect();
+        assert_eq!(set.len(), plans.len());
+    }
+}
+
+/// The host backend agrees with itself, and a changed byte shows.
+#[test]
+fn references_notice_a_difference() {
+    for (layout, reduced) in
+        [(Layout::RankMajor, false), (Layout::ExpertMajor, false), (Layout::ExpertMajor, true)]
+    {
+        let mut case = standard(Operation::Roundtrip, Workload::Decode, 2, Dtype::Bf16, layout);
+        case.shape = Shape { ranks: 2, tokens: 9, hidden: 64, topk: 2, experts: 6 };
+        let traffic = Traffic::of(&case).unwrap();
+        let one = reference::references(&case, &traffic, reduced).unwrap();
+        let two = reference::references(&case, &traffic, reduced).unwrap();
+        for (a, b) in one.iter().zip(&two) {
+            reference::compare_rows(&a.rows, &b.rows).unwrap();
+            reference::compare_combined(&a.combined, &b.combined, 128).unwrap();
+            let mut changed = b.combined.clone();
+            changed[200] ^= 1;
+            let error = reference::compare_combined(&a.combined, &changed, 128).unwrap_err();
+            assert!(error.contains("token 1 ") && error.contains("byte 72"), "{error}");
+        }
+        assert!(reference::compare_rows(&one[0].rows, &one[1].rows).is_err());
+    }
+}
+
+#[test]
+fn rows_have_rates_and_the_table_fits() {
+    let mut case =
+        standard(Operation::Dispatch, Workload::Decode, 2, Dtype::Bf16, Layout::RankMajor);
+    case.shape.tokens = 16;
+    let job = job(case, false, &[]).unwrap();
+    let time = crate::stats::Summary { p50_us: 10.0, p90_us: 11.0, min_us: 9.0, runs: 30 };
+    let bytes = rows::wire_bytes(&job, Operation::Dispatch);
+    let limits =
+        rows::Limits { bytes, copy: Some((time, 2)), nccl: Some((time, 23004)), notes: vec![] };
+    let mut row =
+        rows::row(&job, (Operation::Dispatch, vec![20.0; 3]), 16, Call::default(), &limits);
+    assert_eq!((row.limit_us, row.wire_share), (Some(10.0), Some(0.5)));
+    assert_eq!(row.metrics["nccl_ratio"], 2.0);
+    assert_eq!(row.wire_gbps, bytes as f64 / 20.0 / 1e3);
+    row.metrics.insert("must_us".into(), 30.0.into());
+    row.metrics.insert("goal_us".into(), 15.0.into());
+    row.metrics.insert("verdict".into(), "must".into());
+    let mut report = Report::new("abc".into(), Machine::default());
+    report.results.push(row);
+    let table = rows::table(&report);
+    assert!(table.lines().all(|line| line.chars().count() <= 80), "{table}");
+    assert!(table.contains("must 30, goal 15: must") && table.contains("50%"), "{table}");
+}
+
+#[test]
+fn the_floor_of_expert_major_rows_is_wire_or_sms() {
+    let case = standard(Operation::Dispatch, Workload::Decode, 2, Dtype::Bf16, Layout::ExpertMajor);
+    let job = job(case, true, &[]).unwrap();
+    let floor = |sms, rate| rows::expert_major_floor(&job, Operation::Dispatch, sms, rate);
+    // A slow wire decides, whatever the SMs; a fast one leaves it to them.
+    assert_eq!(floor(1000, 1.0), rows::wire_bytes(&job, Operation::Dispatch) as f64);
+    assert!((floor(8, 1e12) / floor(16, 1e12) - 2.0).abs() < 1e-9);
+}

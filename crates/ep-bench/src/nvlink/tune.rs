@@ -1,0 +1,111 @@
+//! `copy`: which way through an SM, with how many warps, is best on how many SMs.
+
+use ep_kernels::cuda::Device;
+use ep_runtime::{CopyPath, MovePlan, Tuning};
+use serde_json::json;
+
+use super::rank::{Call, on_ranks};
+use super::rows::{Limits, row};
+use super::{job, slowest};
+use crate::case::{Case, Operation};
+use crate::report::Row;
+use crate::{BenchError, Result};
+
+/// Numbers of SMs.
+pub const SMS: [u32; 6] = [4, 8, 12, 16, 24, 32];
+const RUNS: (usize, usize) = (3, 11);
+
+/// Plans to try for dispatch: all that could fit; the device refuses those that do not.
+pub fn rows_plans(row_bytes: u32) -> Vec<(u32, CopyPath)> {
+    let mut plans = Vec::new();
+    for stages in [2, 3, 4] {
+        for (divisor, warps) in [(1, [2, 4, 5, 7]), (2, [4, 8, 10, 14]), (4, [8, 12, 14, 16])] {
+            let chunk = (row_bytes / divisor).next_multiple_of(16);
+            plans.extend(warps.map(|warps| (warps, CopyPath::Tma { stages, chunk })));
+        }
+    }
+    for unroll in [2, 4, 7] {
+        plans.extend([16, 20, 24, 32].map(|warps| (warps, CopyPath::LdSt { unroll })));
+    }
+    plans
+}
+
+/// Plans to try for combine.
+pub fn sums_plans() -> Vec<(u32, CopyPath)> {
+    let mut plans = Vec::new();
+    for (vectors, stages) in [(2, 4), (4, 4), (4, 6), (7, 3), (7, 4), (7, 6)] {
+        let chunk = 512 * vectors;
+        plans.extend([6, 8, 10, 12, 14, 16].map(|warps| (warps, CopyPath::Tma { stages, chunk })));
+    }
+    for (unroll, warps) in [(2, [16, 24, 32]), (4, [12, 16, 20]), (7, [8, 10, 12])] {
+        plans.extend(warps.map(|warps| (warps, CopyPath::LdSt { unroll })));
+    }
+    plans
+}
+
+/// Times every plan; one row each, and prints the best per number of SMs.
+///
+/// # Errors
+/// As the measurements.
+pub fn run(case: &Case, devices: &[Device]) -> Result<Vec<Row>> {
+    let job = job(case.clone(), false, devices)?;
+    let limits = Limits::default();
+    let bytes = case.dtype.payload_bytes(case.shape.hidden) as u32;
+    let properties = devices[0].properties();
+    let fits = |warps: u32, path: CopyPath| {
+        let need = MovePlan::new(1, warps, path).shared_bytes(case.shape.ranks);
+        need <= properties.shared_per_block as usize
+    };
+    let mut points = Vec::new();
+    for (operation, plans) in
+        [(Operation::Dispatch, rows_plans(bytes)), (Operation::Combine, sums_plans())]
+    {
+        for (warps, path) in plans.into_iter().filter(|&(warps, path)| fits(warps, path)) {
+            points.extend(SMS.map(|sms| (operation, MovePlan::new(sms, warps, path))));
+        }
+    }
+    let all = on_ranks(&job, (32, Tuning::default()), false, &|rank| {
+        rank.verify(Call::default())?;
+        points
+            .iter()
+            .map(|(operation, plan)| {
+                rank.retune(tuning(*operation, *plan));
+                rank.measure(*operation, Call::default(), RUNS)
+            })
+            .collect::<Result<Vec<_>>>()
+    })?;
+    let mut results = Vec::new();
+    for (i, (operation, plan)) in points.iter().enumerate() {
+        let ranks: Vec<Vec<f64>> = all.iter().map(|rank| rank[i].clone()).collect();
+        let timed = (*operation, slowest(&ranks));
+        let mut row = row(&job, timed, plan.blocks, Call::default(), &limits);
+        let how = match plan.path {
+            CopyPath::Tma { stages, chunk } => format!("tma {stages}x{chunk} w{}", plan.warps),
+            CopyPath::LdSt { unroll } => format!("ldst u{unroll} w{}", plan.warps),
+            _ => return Err(BenchError::Usage("an unknown path".into())),
+        };
+        row.metrics.insert("how".into(), json!(how));
+        row.metrics.insert("warps".into(), json!(plan.warps));
+        results.push(row);
+    }
+    results.sort_by(|a, b| {
+        (&b.bench, a.sms).cmp(&(&a.bench, b.sms)).then(a.p50_us.total_cmp(&b.p50_us))
+    });
+    // The best of each is marked, so that a report says it without being sorted.
+    let mut last = (String::new(), 0);
+    for row in &mut results {
+        let group = (row.bench.clone(), row.sms);
+        row.metrics.insert("best".into(), json!(group != last));
+        last = group;
+    }
+    Ok(results)
+}
+
+fn tuning(operation: Operation, plan: MovePlan) -> Tuning {
+    let mut tuning = Tuning::default();
+    match operation {
+        Operation::Combine => tuning.combine = Some(plan),
+        _ => tuning.dispatch = Some(plan),
+    }
+    tuning
+}
