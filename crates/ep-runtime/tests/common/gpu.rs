@@ -50,6 +50,11 @@ impl Gpus {
                 // SAFETY: tests of this file run one at a time, and the driver is not open yet.
                 unsafe { std::env::set_var("CUDA_DEVICE_MAX_CONNECTIONS", "32") };
             }
+            if std::env::var_os("CUDA_MODULE_LOADING").is_none() {
+                // A fill or copy whose kernel is loaded at first use waits for what runs then.
+                // SAFETY: as above.
+                unsafe { std::env::set_var("CUDA_MODULE_LOADING", "EAGER") };
+            }
         });
         let gpus = match Driver::get().and_then(|driver| driver.device_count()) {
             Ok(gpus) if gpus > 0 => gpus,

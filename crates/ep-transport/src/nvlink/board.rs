@@ -178,6 +178,10 @@ impl Board {
         self.word(self.rank, self.map.poisoned()).store(1, Ordering::Release);
     }
 
+    pub fn is_poisoned(&self) -> bool {
+        self.word(self.rank, self.map.poisoned()).load(Ordering::Acquire) != 0
+    }
+
     /// Raises all flags here, so that streams get past their waits.
     pub fn release(&self) {
         for flag in 0..self.map.flags {

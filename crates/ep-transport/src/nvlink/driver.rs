@@ -125,7 +125,12 @@ impl Driver {
         let opened = DRIVER.get_or_init(|| {
             // SAFETY: NVIDIA's library, whose initialisers have no preconditions.
             let library = unsafe { Library::new("libcuda.so.1") }.map_err(|e| {
-                format!("{e}: install the NVIDIA driver, or use the host transports")
+                // The loader's own words, which libloading keeps as the source of its error.
+                let why =
+                    std::error::Error::source(&e).map_or_else(|| e.to_string(), |s| s.to_string());
+                format!(
+                    "libcuda.so.1: {why}: install the NVIDIA driver, or use the host transports"
+                )
             })?;
             let driver = Driver::look_up(library)?;
             // SAFETY: may be called any number of times, from any thread.

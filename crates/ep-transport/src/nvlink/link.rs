@@ -28,7 +28,7 @@ pub(super) struct NvlinkLink {
     pub group: Group,
     pub spec: WindowSpec,
     pub gpu: Arc<Gpu>,
-    /// By rank. Dropped after the watchdog, which knows nothing of them.
+    /// By rank.
     pub windows: Vec<Mapped>,
     pub watchdog: Watchdog,
     /// Makes the watchdog look at the group's health when there is news.
@@ -39,7 +39,8 @@ pub(super) struct NvlinkLink {
 pub(super) trait Bell: Send + Sync + std::fmt::Debug {}
 
 /// The operations of a wait for `flag` of all `sources`, in chunks for the driver: the watchdog is
-/// told between `begun` and `ended` writes; each flag is awaited, then reset.
+/// told before and behind them. All flags are awaited before any is reset, so that the watchdog sees
+/// who is absent.
 pub(super) fn wait_ops(
     waiting: u64,
     flags: impl Iterator<Item = u64> + Clone,
@@ -50,7 +51,8 @@ pub(super) fn wait_ops(
         |address| MemOp { operation: WAIT, address, value: 1, flags: EQUAL, ..MemOp::default() };
     let all = [write(waiting, 1)]
         .into_iter()
-        .chain(flags.flat_map(|at| [wait(at), write(at, 0)]))
+        .chain(flags.clone().map(wait))
+        .chain(flags.map(|at| write(at, 0)))
         .chain([write(waiting, 0)]);
     let mut chunk = [MemOp::default(); BATCH];
     let mut count = 0;
@@ -80,6 +82,18 @@ impl NvlinkLink {
             return Ok(());
         }
         Err(TransportError::Argument { op, detail: format!("flag {flag} of {flags}") })
+    }
+
+    /// The stream of a queue, which has to be one of this rank's GPU.
+    fn stream(&self, op: &'static str, queue: &Queue) -> Result<Option<CUstream>> {
+        match queue.raw() {
+            Some((_, ordinal)) if ordinal != self.gpu.ordinal => {
+                let detail =
+                    format!("a stream of GPU {ordinal}; the window is on GPU {}", self.gpu.ordinal);
+                Err(TransportError::Argument { op, detail })
+            }
+            other => Ok(other.map(|(stream, _)| stream)),
+        }
     }
 
     fn mapping(&self, rank: usize) -> Mapping {
@@ -115,6 +129,12 @@ impl NvlinkLink {
             let absent: Vec<usize> =
                 peers.iter().copied().filter(|&peer| !board.is_set(flag, peer)).collect();
             if absent.is_empty() {
+                // Flags that were raised to release streams say nothing of peers.
+                if board.is_poisoned() {
+                    self.group.health().check_waiting(op, peers)?;
+                    let (by, why) = (self.group.rank(), "waits were released".to_string());
+                    return Err(TransportError::Aborted { op, by, blames: None, why });
+                }
                 peers.iter().for_each(|&peer| board.reset(flag, peer));
                 return Ok(());
             }
@@ -166,7 +186,7 @@ unsafe impl Link for NvlinkLink {
         }
         let from = self.windows[self.group.rank()].base + put.from as u64;
         let to = self.windows[put.peer].base + put.to as u64;
-        let Some((stream, _)) = queue.raw() else {
+        let Some(stream) = self.stream("put", queue)? else {
             let limit = Deadline::after(Duration::from_secs(30));
             return Setup::new(&self.gpu)?.copy(to, from, put.bytes, limit);
         };
@@ -187,7 +207,7 @@ unsafe impl Link for NvlinkLink {
         self.check_rank(OP, peer)?;
         self.check_flag(OP, flag)?;
         let board = &self.watchdog.shared.board;
-        let Some((stream, _)) = queue.raw() else {
+        let Some(stream) = self.stream(OP, queue)? else {
             board.set(peer, flag);
             return Ok(());
         };
@@ -208,10 +228,10 @@ unsafe impl Link for NvlinkLink {
     ) -> Result<()> {
         self.check_flag(op, flag)?;
         peers.iter().try_for_each(|&peer| self.check_rank(op, peer))?;
-        match queue.raw() {
+        match self.stream(op, queue)? {
             None => self.wait_on_host(op, peers, flag, deadline),
             Some(_) if peers.is_empty() => Ok(()),
-            Some((stream, _)) => {
+            Some(stream) => {
                 self.watchdog.shared.waits.submit(op, flag, peers, deadline.length());
                 self.wait_on_stream(stream, peers, flag)
             }
@@ -233,7 +253,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_flag_is_awaited_then_reset_inside_the_watched_span() {
+    fn all_flags_are_awaited_then_reset_inside_the_watched_span() {
         for count in [0, 1, 2, 63, 64, 200] {
             let mut all = Vec::new();
             let mut sizes = Vec::new();
@@ -249,10 +269,11 @@ mod tests {
             assert_eq!((last.operation, last.address, last.value), (WRITE, 7, 0));
             let inner = &all[1..all.len() - 1];
             assert_eq!(inner.len() as u64, 2 * count);
-            for (i, pair) in inner.chunks(2).enumerate() {
+            let (waits, resets) = inner.split_at(count as usize);
+            for (i, (wait, reset)) in waits.iter().zip(resets).enumerate() {
                 let at = 1000 + 64 * i as u64;
-                assert_eq!((pair[0].operation, pair[0].address, pair[0].value), (WAIT, at, 1));
-                assert_eq!((pair[1].operation, pair[1].address, pair[1].value), (WRITE, at, 0));
+                assert_eq!((wait.operation, wait.address, wait.value), (WAIT, at, 1));
+                assert_eq!((reset.operation, reset.address, reset.value), (WRITE, at, 0));
             }
         }
     }

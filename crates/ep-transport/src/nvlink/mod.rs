@@ -115,9 +115,10 @@ impl Transport for NvlinkTransport {
             false => crate::process::share(group, Window::new(&gpu, memory.clone()), deadline)?,
         };
         drop(offer);
-        let link = connect(group, spec, gpu, windows, board)?;
-        let tried = link.try_out(&memory, deadline);
-        together(group, deadline, tried.err().map(|e| e.to_string()))?;
+        let link = connect(group, spec, gpu, windows, board);
+        together(group, deadline, link.as_ref().err().map(|e| e.to_string()))?;
+        let link = link?;
+        link.try_out(&memory, deadline)?;
         Ok(Arc::new(link))
     }
 }
@@ -249,17 +250,34 @@ fn fetch(group: &Group, gpu: &Arc<Gpu>, cards: &[Card], deadline: Deadline) -> R
 
 impl NvlinkLink {
     /// Zeroes the window, writes a word into everyone's and raises a flag by a stream, so that what
-    /// the driver promised is seen to work before rows depend on it.
+    /// the driver promised is seen to work before rows depend on it. After each step the ranks tell
+    /// each other how it went: one's problem is everyone's error.
     fn try_out(&self, memory: &Allocation, deadline: Deadline) -> Result<()> {
-        let (group, rank) = (&self.group, self.group.rank());
-        let setup = Setup::new(&self.gpu)?;
-        let own = &self.windows[rank];
-        setup.zero(own.base, memory.bytes())?;
-        setup.wait("zeroing the window", deadline)?;
-        group.all_gather_within(OP, &[], deadline)?;
-        let slots = self.spec.bytes / 8;
-        let mine = 0x5eed_0000_0000_0001 + rank as u64;
-        if rank < slots {
+        let setup = Setup::new(&self.gpu);
+        let step = |done: Result<()>| {
+            together(&self.group, deadline, done.as_ref().err().map(|e| e.to_string()))
+        };
+        let with = |work: &dyn Fn(&Setup<'_>) -> Result<()>| match &setup {
+            Ok(setup) => work(setup),
+            Err(e) => Err(e.clone()),
+        };
+        step(with(&|setup| self.clear(setup, memory.bytes(), deadline)))?;
+        step(with(&|setup| self.write_words(setup, deadline)))?;
+        step(with(&|setup| self.read_words(setup, deadline)))?;
+        let words = 8 * self.group.world().min(self.spec.bytes / 8);
+        step(with(&|setup| self.clear(setup, words, deadline)))
+    }
+
+    fn clear(&self, setup: &Setup<'_>, bytes: usize, deadline: Deadline) -> Result<()> {
+        setup.zero(self.windows[self.group.rank()].base, bytes)?;
+        setup.wait("zeroing the window", deadline)
+    }
+
+    /// Writes this rank's word into everyone's window, and a flag of its own.
+    fn write_words(&self, setup: &Setup<'_>, deadline: Deadline) -> Result<()> {
+        let rank = self.group.rank();
+        let mine = word_of(rank);
+        if rank < self.spec.bytes / 8 {
             for window in &self.windows {
                 setup.copy(window.base + 8 * rank as u64, &raw const mine as u64, 8, deadline)?;
             }
@@ -271,20 +289,28 @@ impl NvlinkLink {
             self.wait(&queue, OP, &[rank], 0, deadline)?;
             setup.wait("a flag raised by a stream", deadline)?;
         }
-        group.all_gather_within(OP, &[], deadline)?;
-        for peer in (0..group.world()).filter(|&peer| peer < slots) {
+        Ok(())
+    }
+
+    fn read_words(&self, setup: &Setup<'_>, deadline: Deadline) -> Result<()> {
+        let own = &self.windows[self.group.rank()];
+        for peer in (0..self.group.world()).filter(|&peer| peer < self.spec.bytes / 8) {
             let mut seen = 0u64;
             setup.copy(&raw mut seen as u64, own.base + 8 * peer as u64, 8, deadline)?;
-            if seen != 0x5eed_0000_0000_0001 + peer as u64 {
+            if seen != word_of(peer) {
+                let rank = self.group.rank();
                 let detail =
                     format!("what rank {peer} wrote into rank {rank}'s window did not arrive");
                 return Err(TransportError::Unsupported { op: OP, detail });
             }
         }
-        group.all_gather_within(OP, &[], deadline)?;
-        setup.zero(own.base, 8 * group.world().min(slots))?;
-        setup.wait("zeroing the window", deadline)
+        Ok(())
     }
+}
+
+/// What a rank writes into windows to try them.
+fn word_of(rank: usize) -> u64 {
+    0x5eed_0000_0000_0001 + rank as u64
 }
 
 #[cfg(test)]

@@ -68,9 +68,11 @@ impl Waits {
         self.allowed[flag as usize].store(nanos, Ordering::Relaxed);
         let mut known = self.peers[flag as usize].lock();
         known.1 = op;
-        if known.0 != peers {
-            known.0.clear();
-            known.0.extend_from_slice(peers);
+        // Earlier waits may still be on the stream, so whoever was waited for once stays known.
+        for &peer in peers {
+            if !known.0.contains(&peer) {
+                known.0.push(peer);
+            }
         }
     }
 }
