@@ -99,7 +99,7 @@ impl Event {
             #[cfg(feature = "cuda")]
             Kind::Stream(on) => match queue.raw() {
                 // SAFETY: a queue's stream is live.
-                Some((stream, _)) => Ok(unsafe { on.point.order(stream)? }),
+                Some((stream, _)) => unsafe { on.point.order(stream) }.map_err(EpError::from),
                 None => on.wait(on.ep.timeout()),
             },
         }

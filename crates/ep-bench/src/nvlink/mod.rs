@@ -100,7 +100,7 @@ pub(crate) fn time(job: &Job, sms: u32, call: Call) -> Result<Vec<(Operation, Ve
     }
     let all = rank::on_ranks(job, (sms, Tuning::default()), false, &|rank| {
         rank.verify(call)?;
-        rank.measure(operation, call, (WARM_UPS, RUNS))
+        rank.measure(operation, call, (WARM_UPS, RUNS), true)
     })?;
     Ok(vec![(operation, slowest(&all))])
 }

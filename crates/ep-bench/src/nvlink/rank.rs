@@ -408,7 +408,8 @@ impl<'a> Rank<'a> {
         Ok((end.micros_since(&start).map_err(cuda)?, done))
     }
 
-    /// Times `runs` runs after `warm_ups`; microseconds each. The last run is compared.
+    /// Times `runs` runs after `warm_ups`; microseconds each. With `check`, the last run is
+    /// compared, which takes far longer than the runs.
     ///
     /// # Errors
     /// A difference; what the library and the driver say.
@@ -417,12 +418,13 @@ impl<'a> Rank<'a> {
         operation: Operation,
         call: Call,
         (warm_ups, runs): (usize, usize),
+        check: bool,
     ) -> Result<Vec<f64>> {
         // A host that waits for counts cannot submit everything ahead.
         let early = !call.uncached || call.capacity;
         let mut times = Vec::with_capacity(runs);
         for run in 1..=warm_ups + runs {
-            let last = run == warm_ups + runs;
+            let last = check && run == warm_ups + runs;
             let us = match operation {
                 Operation::Combine => {
                     let mut held = self.slot()?;

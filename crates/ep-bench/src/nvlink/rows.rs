@@ -172,6 +172,9 @@ pub fn table(report: &Report) -> String {
     for row in &report.results {
         let flag = |name: &str| row.metrics.get(name).and_then(Value::as_bool) == Some(true);
         let text = |name: &str| row.metrics.get(name).and_then(Value::as_str);
+        if row.metrics.get("best") == Some(&json!(false)) {
+            continue;
+        }
         let mut how = text("how").map_or_else(Vec::new, |how| vec![how]);
         if how.is_empty() {
             how.push(if row.layout == "expert-major" { "expert" } else { "rank" });

@@ -43,7 +43,7 @@ pub fn sums_plans() -> Vec<(u32, CopyPath)> {
     plans
 }
 
-/// Times every plan; one row each, and prints the best per number of SMs.
+/// Times every plan; one row each, best first per number of SMs, and compares the best.
 ///
 /// # Errors
 /// As the measurements.
@@ -70,7 +70,7 @@ pub fn run(case: &Case, devices: &[Device]) -> Result<Vec<Row>> {
             .iter()
             .map(|(operation, plan)| {
                 rank.retune(tuning(*operation, *plan));
-                rank.measure(*operation, Call::default(), RUNS)
+                rank.measure(*operation, Call::default(), RUNS, false)
             })
             .collect::<Result<Vec<_>>>()
     })?;
@@ -86,19 +86,31 @@ pub fn run(case: &Case, devices: &[Device]) -> Result<Vec<Row>> {
         };
         row.metrics.insert("how".into(), json!(how));
         row.metrics.insert("warps".into(), json!(plan.warps));
-        results.push(row);
+        results.push((i, row));
     }
-    results.sort_by(|a, b| {
+    results.sort_by(|(_, a), (_, b)| {
         (&b.bench, a.sms).cmp(&(&a.bench, b.sms)).then(a.p50_us.total_cmp(&b.p50_us))
     });
-    // The best of each is marked, so that a report says it without being sorted.
+    // The best of each is marked, so that a report says it without being sorted; only these were
+    // compared.
     let mut last = (String::new(), 0);
-    for row in &mut results {
+    let mut best = Vec::new();
+    for (point, row) in &mut results {
         let group = (row.bench.clone(), row.sms);
-        row.metrics.insert("best".into(), json!(group != last));
+        row.verified = group != last;
+        row.metrics.insert("best".into(), json!(row.verified));
+        if row.verified {
+            best.push(points[*point]);
+        }
         last = group;
     }
-    Ok(results)
+    on_ranks(&job, (32, Tuning::default()), false, &|rank| {
+        best.iter().try_for_each(|(operation, plan)| {
+            rank.retune(tuning(*operation, *plan));
+            rank.verify(Call::default())
+        })
+    })?;
+    Ok(results.into_iter().map(|(_, row)| row).collect())
 }
 
 fn tuning(operation: Operation, plan: MovePlan) -> Tuning {

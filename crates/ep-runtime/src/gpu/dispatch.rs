@@ -426,7 +426,7 @@ pub(crate) fn dispatch_all(
     for (one, (_, payload, _)) in sending.iter_mut().zip(calls) {
         one.advance(payload)?;
     }
-    let verdicts = sending.iter_mut().map(Sending::settle).collect::<Result<()>>();
+    let verdicts = sending.iter_mut().try_for_each(Sending::settle);
     if let Err(error) = verdicts {
         // A bad verdict is everyone's.
         return Err(sending.into_iter().fold(error, |error, one| one.refuse(error)));

@@ -468,8 +468,12 @@ impl Drop for Gpu {
                 .is_ok()
         });
         if !idle {
-            self.memory.take().map(DeviceMemory::leak);
-            self.pinned.take().map(MappedHost::leak);
+            if let Some(memory) = self.memory.take() {
+                memory.leak();
+            }
+            if let Some(pinned) = self.pinned.take() {
+                pinned.leak();
+            }
         }
     }
 }
