@@ -51,6 +51,7 @@
 
 mod combine;
 mod config;
+mod connect;
 mod dispatch;
 mod ep;
 mod error;

@@ -4,18 +4,20 @@
 //! of transports: addresses come in parameter structs. No kernel waits for another block or rank, so
 //! any subset of a grid's blocks may be resident, in any order.
 
+mod args;
 mod layout;
 mod move_plan;
 mod moves;
 mod params;
 
+pub use args::{CombineArgs, DispatchArgs, ExpandArgs, MAX_BIASES, ReduceArgs};
 pub use layout::{
     AnnounceArgs, ExpandPlaces, IdsKind, LayoutArgs, LayoutKernels, PlanArgs, TailArgs,
     layout_scratch_bytes,
 };
 pub(crate) use layout::{LAYOUT, PLACES, PLAN};
-pub use move_plan::{CopyPath, MovePlan, UNROLLS};
-pub use moves::{CombineArgs, DispatchArgs, ExpandArgs, MAX_BIASES, MoveKernels, ReduceArgs};
+pub use move_plan::{CopyPath, MovePlan, SUM_SHAPES, UNROLLS};
+pub use moves::MoveKernels;
 pub(crate) use moves::{ROWS, SUMS};
 pub use params::{
     MoeExpertFormat, MoeHandleHeader, MoeHeader, MoeLane, MoeOp, MoeOutFormat, MoeReport,

@@ -39,7 +39,7 @@ pub struct MovePlan {
 /// The unrolls there are kernels for.
 pub const UNROLLS: [u32; 4] = [1, 2, 4, 7];
 /// The (vectors, stages) of 512-byte vectors per lane there are summing kernels for.
-pub(super) const SUM_SHAPES: [(u32, u32); 5] = [(2, 4), (7, 3), (7, 4), (14, 2), (14, 3)];
+pub const SUM_SHAPES: [(u32, u32); 5] = [(2, 4), (7, 3), (7, 4), (14, 2), (14, 3)];
 pub(super) const ROW_STAGES: [u32; 3] = [2, 3, 4];
 /// Threads that a summing kernel with so many vectors in flight may have.
 const SUM_THREADS: [u32; 4] = [1024, 1024, 640, 384];
@@ -105,6 +105,22 @@ impl MovePlan {
     }
 
     /// Whether it can sum rows on `device` in a group of `ranks`.
+    ///
+    /// # Errors
+    /// What does not fit.
+    pub fn check_sums(&self, ranks: usize, device: &DeviceProperties) -> Result<(), CudaError> {
+        self.validate(Mover::Sums, ranks, device)
+    }
+
+    /// Whether a dispatch or an expansion between `ranks` ranks can be launched so.
+    ///
+    /// # Errors
+    /// What does not fit.
+    pub fn check_rows(&self, ranks: usize, device: &DeviceProperties) -> Result<(), CudaError> {
+        self.validate(Mover::Rows, ranks, device)
+    }
+
+    /// Whether a reduction or a combine between `ranks` ranks can be launched so.
     ///
     /// # Errors
     /// What does not fit.
