@@ -82,7 +82,18 @@ pub fn run(case: &Case, devices: &[Device]) -> Result<Vec<Row>> {
         rank.verify(Call::default())?;
         let tools =
             SmTools::load(&rank.device, Compiler::get().map_err(failed)?).map_err(failed)?;
-        points.iter().map(|point| one(rank, &tools, point, bytes)).collect::<Result<Vec<_>>>()
+        let start = std::time::Instant::now();
+        let step = |(i, point): (usize, &Point)| {
+            if rank.rank == 0 && i % 8 == 0 {
+                eprintln!(
+                    "{:>5.1} s: {i} of {} launches",
+                    start.elapsed().as_secs_f64(),
+                    points.len()
+                );
+            }
+            one(rank, &tools, point, bytes)
+        };
+        points.iter().enumerate().map(step).collect::<Result<Vec<_>>>()
     })?;
     let mut results = Vec::new();
     for (i, point) in points.iter().enumerate() {

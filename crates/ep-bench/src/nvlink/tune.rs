@@ -1,6 +1,7 @@
 //! `copy`: which way through an SM, with how many warps, is best on how many SMs.
 
 use ep_kernels::cuda::Device;
+use ep_kernels::cuda::moe::SUM_SHAPES;
 use ep_runtime::{CopyPath, MovePlan, Tuning};
 use serde_json::json;
 
@@ -33,9 +34,11 @@ pub fn rows_plans(row_bytes: u32) -> Vec<(u32, CopyPath)> {
 /// Plans to try for combine.
 pub fn sums_plans() -> Vec<(u32, CopyPath)> {
     let mut plans = Vec::new();
-    for (vectors, stages) in [(2, 4), (4, 4), (4, 6), (7, 3), (7, 4), (7, 6)] {
+    for (vectors, stages) in SUM_SHAPES {
         let chunk = 512 * vectors;
-        plans.extend([6, 8, 10, 12, 14, 16].map(|warps| (warps, CopyPath::Tma { stages, chunk })));
+        plans.extend(
+            [4, 6, 8, 10, 12, 14, 16].map(|warps| (warps, CopyPath::Tma { stages, chunk })),
+        );
     }
     for (unroll, warps) in [(2, [16, 24, 32]), (4, [12, 16, 20]), (7, [8, 10, 12])] {
         plans.extend(warps.map(|warps| (warps, CopyPath::LdSt { unroll })));
@@ -52,15 +55,20 @@ pub fn run(case: &Case, devices: &[Device]) -> Result<Vec<Row>> {
     let limits = Limits::default();
     let bytes = case.dtype.payload_bytes(case.shape.hidden) as u32;
     let properties = devices[0].properties();
-    let fits = |warps: u32, path: CopyPath| {
-        let need = MovePlan::new(1, warps, path).shared_bytes(case.shape.ranks);
-        need <= properties.shared_per_block as usize
+    // A plan that cannot be launched ends the group: such are left out before.
+    let fits = |operation, warps, path| {
+        let (plan, ranks) = (MovePlan::new(1, warps, path), case.shape.ranks);
+        match operation {
+            Operation::Combine => plan.check_sums(ranks, properties).is_ok(),
+            _ => plan.check_rows(ranks, properties).is_ok(),
+        }
     };
     let mut points = Vec::new();
     for (operation, plans) in
         [(Operation::Dispatch, rows_plans(bytes)), (Operation::Combine, sums_plans())]
     {
-        for (warps, path) in plans.into_iter().filter(|&(warps, path)| fits(warps, path)) {
+        for (warps, path) in plans.into_iter().filter(|&(warps, path)| fits(operation, warps, path))
+        {
             points.extend(SMS.map(|sms| (operation, MovePlan::new(sms, warps, path))));
         }
     }

@@ -112,22 +112,6 @@ impl MovePlan {
         self.validate(Mover::Sums, ranks, device)
     }
 
-    /// Whether a dispatch or an expansion between `ranks` ranks can be launched so.
-    ///
-    /// # Errors
-    /// What does not fit.
-    pub fn check_rows(&self, ranks: usize, device: &DeviceProperties) -> Result<(), CudaError> {
-        self.validate(Mover::Rows, ranks, device)
-    }
-
-    /// Whether a reduction or a combine between `ranks` ranks can be launched so.
-    ///
-    /// # Errors
-    /// What does not fit.
-    pub fn check_sums(&self, ranks: usize, device: &DeviceProperties) -> Result<(), CudaError> {
-        self.validate(Mover::Sums, ranks, device)
-    }
-
     pub(super) fn validate(
         &self,
         mover: Mover,
