@@ -176,12 +176,10 @@ impl EpBuilder {
         let on_gpu = self.place != Place::Host;
         let config =
             Config::new(&self.shape, (self.slots, self.lanes), transport, (on_gpu, problem));
-        let compared = config.compare(group, deadline);
-        // Its own problem says more to a rank than that it differs from others.
+        config.compare(group, deadline)?;
         let shape = shape?;
         #[cfg(feature = "cuda")]
         let prepared = prepared?;
-        compared?;
         let window = shape.window(self.needs_staging())?;
         let spec = WindowSpec { bytes: window.bytes, flags: crate::notify::flags(shape.lanes) };
         let link = match &self.transport {

@@ -1,4 +1,4 @@
-//! What callers may rely on beside the numbers, on GPUs: graphs, lanes, slots, bad input, dropping
+//! What callers may rely on beside the numbers, on GPUs: lanes, slots, bad input, dropping
 //! and lost ranks. Without a GPU each test says so and passes.
 #![cfg(feature = "cuda")]
 
@@ -7,7 +7,7 @@ mod common;
 use std::time::{Duration, Instant};
 
 use common::gpu::Gpus;
-use common::gpu_small::{Graph, LIMIT, Rank, free_bytes, ok, small};
+use common::gpu_small::{LIMIT, Rank, capacity, free_bytes, gpus, ok, plain, small};
 use common::ground::Grounds;
 use common::small::{HIDDEN, TOPK, Tokens, assert_argument, builder, opts, shape};
 use common::{eps_of, exercise, ranks};
@@ -17,124 +17,6 @@ use ep_runtime::{
     CombineOpts, Combined, DispatchOpts, EpBuilder, EpError, ErrorKind, Layout, Precision, Queue,
     Route, combine_all, dispatch_all,
 };
-
-const RANKS: usize = 4;
-
-fn gpus() -> Option<Gpus> {
-    Gpus::new(RANKS, 64 << 20)
-}
-
-fn capacity() -> DispatchOpts {
-    DispatchOpts { capacity: true, ..opts(0) }
-}
-
-fn plain() -> CombineOpts {
-    CombineOpts::default()
-}
-
-/// Dispatch, the rows taken away and put back on the caller's stream, combine.
-fn work(rank: &Rank<'_>, route: Route<'_>, tokens: usize, staging: u64) -> ep_runtime::Event {
-    let (queue, stream) = (rank.queue(), rank.gpu.stream());
-    let result = rank.ep.dispatch(&queue, rank.payload(tokens), route, &capacity()).unwrap();
-    let rows = result.rows().payload();
-    let (at, bytes) = (rows.as_ptr() as u64, rows.len() * rows.stride());
-    let device = stream.device();
-    // SAFETY: the slot's rows and room for as many.
-    unsafe {
-        device.copy(stream.raw(), staging, at, bytes).unwrap();
-        device.fill(stream.raw(), at, 0xff, bytes).unwrap();
-        device.copy(stream.raw(), at, staging, bytes).unwrap();
-    }
-    rank.combine(result, &plain()).unwrap()
-}
-
-#[test]
-fn replays_equal_eager_calls() {
-    let Some(gpus) = gpus() else { return };
-    small(&gpus, 2, &builder().slots(4), |rank| {
-        let (me, stream, staging) =
-            (rank.ep.rank(), rank.gpu.stream(), rank.gpu.place(None, 1 << 20));
-        let first = Tokens::new(me, 7 + me);
-        let count = 7 + me;
-        rank.load(&first);
-        work(&rank, rank.route(count), count, staging).wait(LIMIT).unwrap();
-        rank.check(&first);
-        let mut events = Vec::new();
-        let one = Graph::capture(stream, || {
-            events.push(work(&rank, rank.route(count), count, staging));
-        });
-        let two = Graph::capture(stream, || {
-            events.push(work(&rank, rank.route(count), count, staging));
-            events.push(work(&rank, rank.route(count), count, staging));
-        });
-        for event in &events {
-            assert!(!event.ready());
-            assert_argument(event.wait(LIMIT), "captured");
-        }
-        for i in 0..100 {
-            let tokens = Tokens::new(me + i * 7, count);
-            rank.load(&tokens);
-            // Two operations each, in other graphs or eager on each rank.
-            match (i + me) % 3 {
-                0 => two.launch(stream),
-                1 => {
-                    one.launch(stream);
-                    one.launch(stream);
-                }
-                _ => {
-                    work(&rank, rank.route(count), count, staging).wait(LIMIT).unwrap();
-                    one.launch(stream);
-                }
-            }
-            stream.wait("a replay", LIMIT).unwrap();
-            rank.check(&tokens);
-        }
-        rank.round_trip();
-    });
-}
-
-#[test]
-fn cached_dispatches_are_captured() {
-    let Some(gpus) = gpus() else { return };
-    small(&gpus, 2, &builder().slots(3), |rank| {
-        let (me, stream, staging) =
-            (rank.ep.rank(), rank.gpu.stream(), rank.gpu.place(None, 1 << 20));
-        let mut tokens = Tokens::new(me, 9);
-        rank.load(&tokens);
-        let result = rank.dispatch(9, &capacity()).unwrap();
-        let handle = result.handle().clone();
-        rank.combine(result, &plain()).unwrap().wait(LIMIT).unwrap();
-        let graph =
-            Graph::capture(stream, || drop(work(&rank, Route::Cached(&handle), 9, staging)));
-        for i in 0..100 {
-            tokens.rows.iter_mut().for_each(|x| *x += i as f32);
-            rank.load(&tokens);
-            graph.launch(stream);
-            stream.wait("a replay", LIMIT).unwrap();
-            rank.check(&tokens);
-        }
-        rank.round_trip();
-    });
-}
-
-/// The error leaves the capture as it was: what else was captured still runs.
-#[test]
-fn what_needs_the_host_is_refused_under_capture() {
-    let Some(gpus) = gpus() else { return };
-    small(&gpus, 2, &builder(), |rank| {
-        let (stream, staging) = (rank.gpu.stream(), rank.gpu.place(None, 1 << 20));
-        let tokens = Tokens::new(rank.ep.rank(), 4);
-        rank.load(&tokens);
-        let graph = Graph::capture(stream, || {
-            assert_argument(rank.dispatch(4, &opts(0)), "capacity");
-            work(&rank, rank.route(4), 4, staging);
-        });
-        graph.launch(stream);
-        stream.wait("a replay", LIMIT).unwrap();
-        rank.check(&tokens);
-        rank.round_trip();
-    });
-}
 
 #[test]
 fn bad_memory_and_queues_are_refused() {

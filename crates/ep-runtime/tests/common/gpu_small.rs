@@ -164,3 +164,34 @@ pub fn free_bytes(stream: &Stream) -> usize {
     ok(unsafe { sys::cuMemGetInfo_v2(&mut free, &mut total) });
     free
 }
+
+/// As many ranks as these tests have at most.
+pub const RANKS: usize = 4;
+
+pub fn gpus() -> Option<Gpus> {
+    Gpus::new(RANKS, 64 << 20)
+}
+
+pub fn capacity() -> DispatchOpts {
+    DispatchOpts { capacity: true, ..opts(0) }
+}
+
+pub fn plain() -> CombineOpts {
+    CombineOpts::default()
+}
+
+/// Dispatch, the rows taken away and put back on the caller's stream, combine.
+pub fn work(rank: &Rank<'_>, route: Route<'_>, tokens: usize, staging: u64) -> ep_runtime::Event {
+    let (queue, stream) = (rank.queue(), rank.gpu.stream());
+    let result = rank.ep.dispatch(&queue, rank.payload(tokens), route, &capacity()).unwrap();
+    let rows = result.rows().payload();
+    let (at, bytes) = (rows.as_ptr() as u64, rows.len() * rows.stride());
+    let device = stream.device();
+    // SAFETY: the slot's rows and room for as many.
+    unsafe {
+        device.copy(stream.raw(), staging, at, bytes).unwrap();
+        device.fill(stream.raw(), at, 0xff, bytes).unwrap();
+        device.copy(stream.raw(), at, staging, bytes).unwrap();
+    }
+    rank.combine(result, &plain()).unwrap()
+}
