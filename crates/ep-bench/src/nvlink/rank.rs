@@ -466,18 +466,19 @@ impl<'a> Rank<'a> {
         Ok(times)
     }
 
-    /// One timed run beside whatever else runs on the GPU, without waiting for that.
+    /// One timed run beside whatever else runs on the GPU, without waiting for that. `early` as in
+    /// [`Rank::timed`].
     ///
     /// # Errors
     /// As [`Rank::measure`].
-    pub fn measure_beside(&mut self, operation: Operation) -> Result<Vec<f64>> {
+    pub fn measure_beside(&mut self, operation: Operation, early: bool) -> Result<Vec<f64>> {
         match operation {
             Operation::Combine => {
                 let held = self.slot()?;
-                Ok(vec![self.timed(true, |rank| rank.combine(held))?.0])
+                Ok(vec![self.timed(early, |rank| rank.combine(held))?.0])
             }
             _ => {
-                let (us, held) = self.timed(true, |rank| rank.dispatch(Call::default()))?;
+                let (us, held) = self.timed(early, |rank| rank.dispatch(Call::default()))?;
                 held.release(&self.queue);
                 Ok(vec![us])
             }
