@@ -431,10 +431,14 @@ impl Ep {
 
     /// Launches kernels differently from the next operation on: for finding out what is best. It
     /// never changes results; without a meaning on the host.
+    ///
+    /// # Errors
+    /// A plan that cannot be launched; nothing changes then.
     #[cfg(feature = "cuda")]
-    pub fn retune(&self, tuning: crate::Tuning) {
-        if let Some(gpu) = &self.inner.gpu {
-            gpu.retune(tuning);
+    pub fn retune(&self, tuning: crate::Tuning) -> Result<()> {
+        match &self.inner.gpu {
+            Some(gpu) => gpu.retune(tuning),
+            None => Ok(()),
         }
     }
 

@@ -129,7 +129,7 @@ fn one(
         Operation::Combine => tuning.combine = Some(plan(point, row_bytes)),
         _ => tuning.dispatch = Some(plan(point, row_bytes)),
     }
-    rank.retune(tuning);
+    rank.retune(tuning)?;
     let (mut times, mut blocked) = (Vec::new(), Vec::new());
     let (least, _) = rank.device.priorities().map_err(failed)?;
     let beside = rank.device.stream(least).map_err(failed)?;

@@ -11,6 +11,7 @@ mod raw;
 mod reference;
 mod rows;
 mod suite;
+mod timing;
 mod tune;
 
 pub use rank::{Call, Job};

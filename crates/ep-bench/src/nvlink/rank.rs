@@ -2,21 +2,20 @@
 
 use std::sync::Arc;
 
-use ep_kernels::cuda::{Device, DeviceMemory, Event, EventPool, Stream};
+use ep_kernels::cuda::{Device, DeviceMemory, EventPool, Stream};
 use ep_runtime::{
     DType, DeviceIds, DispatchOpts, Dispatched, Ep, EpBuilder, Group, Handle, IdKind, Payload,
     Place, Queue, Route, Rows, RowsMut, Tuning,
 };
 
 use super::raw::failed as cuda;
-use super::raw::{Gate, Graph, LIMIT, await_event};
+use super::raw::{Gate, LIMIT};
 use super::reference::{
     Reference, combine_opts, compare_combined, compare_rows, failed, layer, layout,
 };
-use crate::case::{Case, Dtype, Operation};
+use crate::case::{Case, Dtype};
 use crate::host::kind;
 use crate::plan::Traffic;
-use crate::stats::{RUNS, WARM_UPS};
 use crate::{BenchError, Result};
 
 /// A job whose answers are known.
@@ -51,25 +50,25 @@ pub struct Rank<'a> {
     pub rank: usize,
     /// Its GPU.
     pub device: Device,
-    job: &'a Job,
-    group: &'a Group,
-    gate: &'a Gate,
-    round: u32,
-    handle: Option<Handle>,
-    ep: Ep,
-    queue: Queue,
-    places: Places,
-    memory: DeviceMemory,
+    pub(super) job: &'a Job,
+    pub(super) group: &'a Group,
+    pub(super) gate: &'a Gate,
+    pub(super) round: u32,
+    pub(super) handle: Option<Handle>,
+    pub(super) ep: Ep,
+    pub(super) queue: Queue,
+    pub(super) places: Places,
+    pub(super) memory: DeviceMemory,
     /// The experts' outputs as they lie in a slot, by stride.
-    images: Vec<(usize, DeviceMemory)>,
-    events: Arc<EventPool>,
+    pub(super) images: Vec<(usize, DeviceMemory)>,
+    pub(super) events: Arc<EventPool>,
     /// The caller's stream.
     pub stream: Stream,
 }
 
 /// Where a rank's data is.
 #[derive(Clone, Copy, Default)]
-struct Places {
+pub(super) struct Places {
     payload: u64,
     scales: u64,
     ids: u64,
@@ -127,7 +126,7 @@ pub fn on_ranks<T: Send>(
 }
 
 impl<'a> Rank<'a> {
-    fn new(
+    pub(super) fn new(
         job: &'a Job,
         group: &'a Group,
         gate: &'a Gate,
@@ -172,13 +171,13 @@ impl<'a> Rank<'a> {
     }
 
     /// The answers of this rank.
-    fn reference(&self) -> &'a Reference {
+    pub(super) fn reference(&self) -> &'a Reference {
         &self.job.references[self.rank]
     }
 
     /// Launches kernels differently.
-    pub fn retune(&self, tuning: Tuning) {
-        self.ep.retune(tuning);
+    pub fn retune(&self, tuning: Tuning) -> Result<()> {
+        self.ep.retune(tuning).map_err(failed(self.ep.rank(), "retune"))
     }
 
     /// Waits for all ranks.
@@ -202,7 +201,7 @@ impl<'a> Rank<'a> {
         self.stream.wait("a rank's stream", LIMIT).map_err(cuda)
     }
 
-    fn dispatch(&self, call: Call) -> Result<Dispatched> {
+    pub(super) fn dispatch(&self, call: Call) -> Result<Dispatched> {
         let (case, p, rank) = (&self.job.case, self.places, self.rank);
         let (hidden, tokens) = (case.shape.hidden, self.reference().input.routes.tokens);
         let ordinal = self.device.properties().ordinal;
@@ -243,7 +242,7 @@ impl<'a> Rank<'a> {
             .map_err(failed(rank, "dispatch"))
     }
 
-    fn combine(&self, held: Dispatched) -> Result<()> {
+    pub(super) fn combine(&self, held: Dispatched) -> Result<()> {
         let case = &self.job.case;
         let (back, tokens) = (case.dtype.back(), self.reference().input.routes.tokens);
         let row = back.payload_bytes(case.shape.hidden);
@@ -257,7 +256,7 @@ impl<'a> Rank<'a> {
     }
 
     /// Where the held rows are, and their stride.
-    fn rows_of(&self, held: &mut Dispatched) -> Result<(u64, usize)> {
+    pub(super) fn rows_of(&self, held: &mut Dispatched) -> Result<(u64, usize)> {
         let mut rows = held
             .rows_mut(kind(self.job.case.dtype.back()))
             .map_err(failed(self.rank, "rows_mut"))?;
@@ -266,7 +265,7 @@ impl<'a> Rank<'a> {
     }
 
     /// Overwrites received rows and sums with NaN.
-    fn poison(&self, (at, stride): (u64, usize)) -> Result<()> {
+    pub(super) fn poison(&self, (at, stride): (u64, usize)) -> Result<()> {
         let rows = self.reference().rows.rows().len();
         let (out, raw) = (self.reference().combined.len(), self.stream.raw());
         // SAFETY: rows of a result that is alive; this rank's own output.
@@ -278,7 +277,7 @@ impl<'a> Rank<'a> {
     }
 
     /// Makes the image that [`Rank::write_outputs`] copies. Allocates: no stream may be held.
-    fn draw_image(&mut self, (_, stride): (u64, usize)) -> Result<()> {
+    pub(super) fn draw_image(&mut self, (_, stride): (u64, usize)) -> Result<()> {
         let outputs = &self.reference().outputs;
         if outputs.is_empty() || self.images.iter().any(|(known, _)| *known == stride) {
             return Ok(());
@@ -295,7 +294,7 @@ impl<'a> Rank<'a> {
     }
 
     /// Copies the experts' outputs to where combine takes them from.
-    fn write_outputs(&self, (at, stride): (u64, usize)) -> Result<()> {
+    pub(super) fn write_outputs(&self, (at, stride): (u64, usize)) -> Result<()> {
         if let Some((_, image)) = self.images.iter().find(|(known, _)| *known == stride) {
             // SAFETY: rows of a result that is alive, and the image of them.
             unsafe { self.device.copy(self.stream.raw(), at, image.address(), image.bytes()) }
@@ -304,11 +303,15 @@ impl<'a> Rank<'a> {
         self.drain()
     }
 
-    fn row(&self) -> usize {
+    pub(super) fn row(&self) -> usize {
         self.job.case.dtype.back().payload_bytes(self.job.case.shape.hidden)
     }
 
-    fn verdict(&self, what: &str, compared: std::result::Result<(), String>) -> Result<()> {
+    pub(super) fn verdict(
+        &self,
+        what: &str,
+        compared: std::result::Result<(), String>,
+    ) -> Result<()> {
         compared.map_err(|e| BenchError::Verification {
             rank: self.rank,
             bench: format!("{} {}", what, self.job.case.dtype.name()),
@@ -316,12 +319,12 @@ impl<'a> Rank<'a> {
         })
     }
 
-    fn check_rows(&self, held: &Dispatched) -> Result<()> {
+    pub(super) fn check_rows(&self, held: &Dispatched) -> Result<()> {
         let got = held.to_host(&self.queue).map_err(failed(self.rank, "to_host"))?;
         self.verdict("dispatch", compare_rows(&self.reference().rows, &got))
     }
 
-    fn check_combined(&self) -> Result<()> {
+    pub(super) fn check_combined(&self) -> Result<()> {
         let want = &self.reference().combined;
         let mut got = vec![0u8; want.len()];
         let at = (self.places.out - self.memory.address()) as usize;
@@ -349,7 +352,7 @@ impl<'a> Rank<'a> {
         self.check_combined()
     }
 
-    fn combine_once(&mut self) -> Result<()> {
+    pub(super) fn combine_once(&mut self) -> Result<()> {
         let mut held = self.slot()?;
         let rows = self.rows_of(&mut held)?;
         self.draw_image(rows)?;
@@ -359,7 +362,7 @@ impl<'a> Rank<'a> {
         self.drain()
     }
 
-    fn slot(&self) -> Result<Dispatched> {
+    pub(super) fn slot(&self) -> Result<Dispatched> {
         let handle = self.handle.as_ref().ok_or_else(|| BenchError::Rank {
             rank: self.rank,
             op: "combine_slot",
@@ -367,164 +370,6 @@ impl<'a> Rank<'a> {
             detail: "nothing was dispatched yet".into(),
         })?;
         self.ep.combine_slot(handle, &self.queue).map_err(failed(self.rank, "combine_slot"))
-    }
-
-    fn record(&self) -> Result<Event> {
-        // SAFETY: this rank's live stream.
-        unsafe { self.events.record(self.stream.raw()) }.map_err(cuda)
-    }
-
-    /// Times what `work` submits, from a start that all ranks have together. `early`: all of it is
-    /// submitted before that start.
-    ///
-    /// # Errors
-    /// Those of `work`; the driver's.
-    pub fn timed<T>(
-        &mut self,
-        early: bool,
-        work: impl FnOnce(&mut Self) -> Result<T>,
-    ) -> Result<(f64, T)> {
-        self.round += 1;
-        self.barrier()?;
-        // SAFETY: this rank's live stream; it is drained before the gate goes.
-        unsafe { self.gate.hold(&self.device, self.stream.raw(), self.round)? };
-        let start = self.record()?;
-        let open = |rank: &Self| -> Result<()> {
-            rank.barrier()?;
-            if rank.rank == 0 {
-                rank.gate.open(rank.round);
-            }
-            Ok(())
-        };
-        if !early {
-            open(self)?;
-        }
-        let done = work(self)?;
-        let end = self.record()?;
-        if early {
-            open(self)?;
-        }
-        await_event(&end, "a timed operation")?;
-        Ok((end.micros_since(&start).map_err(cuda)?, done))
-    }
-
-    /// Times `runs` runs after `warm_ups`; microseconds each. With `check`, the last run is
-    /// compared, which takes far longer than the runs.
-    ///
-    /// # Errors
-    /// A difference; what the library and the driver say.
-    pub fn measure(
-        &mut self,
-        operation: Operation,
-        call: Call,
-        (warm_ups, runs): (usize, usize),
-        check: bool,
-    ) -> Result<Vec<f64>> {
-        // A host that waits for counts cannot submit everything ahead.
-        let early = !call.uncached || call.capacity;
-        let mut times = Vec::with_capacity(runs);
-        for run in 1..=warm_ups + runs {
-            let last = check && run == warm_ups + runs;
-            let us = match operation {
-                Operation::Combine => {
-                    let mut held = self.slot()?;
-                    let rows = self.rows_of(&mut held)?;
-                    if last {
-                        self.poison(rows)?;
-                    }
-                    self.write_outputs(rows)?;
-                    let (us, ()) = self.timed(true, |rank| rank.combine(held))?;
-                    if last {
-                        self.check_combined()?;
-                    }
-                    us
-                }
-                Operation::Dispatch => {
-                    if last {
-                        let mut held = self.slot()?;
-                        let rows = self.rows_of(&mut held)?;
-                        self.poison(rows)?;
-                        held.release(&self.queue);
-                        self.drain()?;
-                    }
-                    let (us, held) = self.timed(early, |rank| rank.dispatch(call))?;
-                    if last {
-                        self.check_rows(&held)?;
-                    }
-                    held.release(&self.queue);
-                    us
-                }
-                Operation::Roundtrip => {
-                    let work = |rank: &mut Self| rank.dispatch(call).and_then(|h| rank.combine(h));
-                    self.timed(early, work)?.0
-                }
-            };
-            if run > warm_ups {
-                times.push(us);
-            }
-        }
-        Ok(times)
-    }
-
-    /// One timed run beside whatever else runs on the GPU, without waiting for that. `early` as in
-    /// [`Rank::timed`].
-    ///
-    /// # Errors
-    /// As [`Rank::measure`].
-    pub fn measure_beside(&mut self, operation: Operation, early: bool) -> Result<Vec<f64>> {
-        match operation {
-            Operation::Combine => {
-                let held = self.slot()?;
-                Ok(vec![self.timed(early, |rank| rank.combine(held))?.0])
-            }
-            _ => {
-                let (us, held) = self.timed(early, |rank| rank.dispatch(Call::default()))?;
-                held.release(&self.queue);
-                Ok(vec![us])
-            }
-        }
-    }
-
-    /// Times replays of a captured dispatch and of a captured combine.
-    ///
-    /// # Errors
-    /// As [`Rank::measure`].
-    pub fn measure_graphs(&mut self, call: Call) -> Result<(Vec<f64>, Vec<f64>)> {
-        let raw = self.stream.raw();
-        self.drain()?;
-        self.barrier()?;
-        // SAFETY: this rank's stream; its layer outlives the graphs.
-        let (dispatch, mut held) =
-            unsafe { Graph::capture(&self.device, raw, || self.dispatch(call))? };
-        let rows = self.rows_of(&mut held)?;
-        self.poison(rows)?;
-        self.barrier()?;
-        // SAFETY: as above.
-        unsafe { dispatch.launch(raw)? };
-        self.drain()?;
-        self.check_rows(&held)?;
-        self.barrier()?;
-        // SAFETY: as above.
-        let (combine, ()) = unsafe { Graph::capture(&self.device, raw, || self.combine(held))? };
-        let (mut dispatched, mut combined) = (Vec::new(), Vec::new());
-        for run in 1..=WARM_UPS + RUNS {
-            // SAFETY: as above.
-            let (us, ()) = self.timed(true, |_| unsafe { dispatch.launch(raw) })?;
-            if run == WARM_UPS + RUNS {
-                self.poison(rows)?;
-            }
-            self.write_outputs(rows)?;
-            // SAFETY: as above.
-            let (back, ()) = self.timed(true, |_| unsafe { combine.launch(raw) })?;
-            if run > WARM_UPS {
-                dispatched.push(us);
-                combined.push(back);
-            }
-        }
-        self.check_combined()?;
-        self.drain()?;
-        self.barrier()?;
-        Ok((dispatched, combined))
     }
 }
 

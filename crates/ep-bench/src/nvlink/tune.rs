@@ -77,7 +77,7 @@ pub fn run(case: &Case, devices: &[Device]) -> Result<Vec<Row>> {
         points
             .iter()
             .map(|(operation, plan)| {
-                rank.retune(tuning(*operation, *plan));
+                rank.retune(tuning(*operation, *plan))?;
                 rank.measure(*operation, Call::default(), RUNS, false)
             })
             .collect::<Result<Vec<_>>>()
@@ -114,7 +114,7 @@ pub fn run(case: &Case, devices: &[Device]) -> Result<Vec<Row>> {
     }
     on_ranks(&job, (32, Tuning::default()), false, &|rank| {
         best.iter().try_for_each(|(operation, plan)| {
-            rank.retune(tuning(*operation, *plan));
+            rank.retune(tuning(*operation, *plan))?;
             rank.verify(Call::default())
         })
     })?;

@@ -51,13 +51,7 @@ impl Prepared {
         if handles == 0 {
             return Err(EpError::argument("build", "no handles; at least 1 is needed"));
         }
-        // Nothing may be refused once peers count on this rank.
-        for plan in [tuning.dispatch, tuning.expand].into_iter().flatten() {
-            plan.check_rows(world, device.properties())?;
-        }
-        for plan in [tuning.reduce, tuning.combine].into_iter().flatten() {
-            plan.check_sums(world, device.properties())?;
-        }
+        tuning.check(world, &device)?;
         let Loaded { layout, moves, .. } = loaded;
         Ok(Self { device, layout, moves, sms, tuning, handles })
     }

@@ -53,6 +53,19 @@ pub struct Tuning {
     pub combine: Option<MovePlan>,
 }
 
+impl Tuning {
+    /// Whether all of it can be launched: nothing may be refused once peers count on this rank.
+    fn check(&self, world: usize, device: &Device) -> Result<()> {
+        for plan in [self.dispatch, self.expand].into_iter().flatten() {
+            plan.check_rows(world, device.properties())?;
+        }
+        for plan in [self.reduce, self.combine].into_iter().flatten() {
+            plan.check_sums(world, device.properties())?;
+        }
+        Ok(())
+    }
+}
+
 /// A layer's communication on one GPU.
 #[derive(Debug)]
 pub(crate) struct Gpu {
@@ -121,8 +134,10 @@ impl Gpu {
     }
 
     /// Other launches from now on.
-    pub fn retune(&self, tuning: Tuning) {
+    pub fn retune(&self, tuning: Tuning) -> Result<()> {
+        tuning.check(self.shape.world as usize, &self.device)?;
         *self.tuning.lock() = tuning;
+        Ok(())
     }
 
     fn lane(&self, index: usize) -> &GpuLane {

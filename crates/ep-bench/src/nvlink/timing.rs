@@ -1,0 +1,170 @@
+//! Timing operations of ranks on GPUs, by events, from a start that all ranks have together.
+
+use ep_kernels::cuda::Event;
+
+use super::rank::{Call, Rank};
+use super::raw::failed as cuda;
+use super::raw::{Graph, await_event};
+use crate::Result;
+use crate::case::Operation;
+use crate::stats::{RUNS, WARM_UPS};
+
+impl Rank<'_> {
+    fn record(&self) -> Result<Event> {
+        // SAFETY: this rank's live stream.
+        unsafe { self.events.record(self.stream.raw()) }.map_err(cuda)
+    }
+
+    /// Times what `work` submits, from a start that all ranks have together. `early`: all of it is
+    /// submitted before that start.
+    ///
+    /// # Errors
+    /// Those of `work`; the driver's.
+    pub fn timed<T>(
+        &mut self,
+        early: bool,
+        work: impl FnOnce(&mut Self) -> Result<T>,
+    ) -> Result<(f64, T)> {
+        self.round += 1;
+        self.barrier()?;
+        // SAFETY: this rank's live stream; it is drained before the gate goes.
+        unsafe { self.gate.hold(&self.device, self.stream.raw(), self.round)? };
+        let start = self.record()?;
+        let open = |rank: &Self| -> Result<()> {
+            rank.barrier()?;
+            if rank.rank == 0 {
+                rank.gate.open(rank.round);
+            }
+            Ok(())
+        };
+        if !early {
+            open(self)?;
+        }
+        let done = work(self)?;
+        let end = self.record()?;
+        if early {
+            open(self)?;
+        }
+        await_event(&end, "a timed operation")?;
+        Ok((end.micros_since(&start).map_err(cuda)?, done))
+    }
+
+    /// Times `runs` runs after `warm_ups`; microseconds each. With `check`, the last run is
+    /// compared, which takes far longer than the runs.
+    ///
+    /// # Errors
+    /// A difference; what the library and the driver say.
+    pub fn measure(
+        &mut self,
+        operation: Operation,
+        call: Call,
+        (warm_ups, runs): (usize, usize),
+        check: bool,
+    ) -> Result<Vec<f64>> {
+        // A host that waits for counts cannot submit everything ahead.
+        let early = !call.uncached || call.capacity;
+        let mut times = Vec::with_capacity(runs);
+        for run in 1..=warm_ups + runs {
+            let last = check && run == warm_ups + runs;
+            let us = match operation {
+                Operation::Combine => {
+                    let mut held = self.slot()?;
+                    let rows = self.rows_of(&mut held)?;
+                    if last {
+                        self.poison(rows)?;
+                    }
+                    self.write_outputs(rows)?;
+                    let (us, ()) = self.timed(true, |rank| rank.combine(held))?;
+                    if last {
+                        self.check_combined()?;
+                    }
+                    us
+                }
+                Operation::Dispatch => {
+                    if last {
+                        let mut held = self.slot()?;
+                        let rows = self.rows_of(&mut held)?;
+                        self.poison(rows)?;
+                        held.release(&self.queue);
+                        self.drain()?;
+                    }
+                    let (us, held) = self.timed(early, |rank| rank.dispatch(call))?;
+                    if last {
+                        self.check_rows(&held)?;
+                    }
+                    held.release(&self.queue);
+                    us
+                }
+                Operation::Roundtrip => {
+                    let work = |rank: &mut Self| rank.dispatch(call).and_then(|h| rank.combine(h));
+                    self.timed(early, work)?.0
+                }
+            };
+            if run > warm_ups {
+                times.push(us);
+            }
+        }
+        Ok(times)
+    }
+
+    /// One timed run beside whatever else runs on the GPU, without waiting for that. `early` as in
+    /// [`Rank::timed`].
+    ///
+    /// # Errors
+    /// As [`Rank::measure`].
+    pub fn measure_beside(&mut self, operation: Operation, early: bool) -> Result<Vec<f64>> {
+        match operation {
+            Operation::Combine => {
+                let held = self.slot()?;
+                Ok(vec![self.timed(early, |rank| rank.combine(held))?.0])
+            }
+            _ => {
+                let (us, held) = self.timed(early, |rank| rank.dispatch(Call::default()))?;
+                held.release(&self.queue);
+                Ok(vec![us])
+            }
+        }
+    }
+
+    /// Times replays of a captured dispatch and of a captured combine.
+    ///
+    /// # Errors
+    /// As [`Rank::measure`].
+    pub fn measure_graphs(&mut self, call: Call) -> Result<(Vec<f64>, Vec<f64>)> {
+        let raw = self.stream.raw();
+        self.drain()?;
+        self.barrier()?;
+        // SAFETY: this rank's stream; its layer outlives the graphs.
+        let (dispatch, mut held) =
+            unsafe { Graph::capture(&self.device, raw, || self.dispatch(call))? };
+        let rows = self.rows_of(&mut held)?;
+        self.poison(rows)?;
+        self.barrier()?;
+        // SAFETY: as above.
+        unsafe { dispatch.launch(raw)? };
+        self.drain()?;
+        self.check_rows(&held)?;
+        self.barrier()?;
+        // SAFETY: as above.
+        let (combine, ()) = unsafe { Graph::capture(&self.device, raw, || self.combine(held))? };
+        let (mut dispatched, mut combined) = (Vec::new(), Vec::new());
+        for run in 1..=WARM_UPS + RUNS {
+            // SAFETY: as above.
+            let (us, ()) = self.timed(true, |_| unsafe { dispatch.launch(raw) })?;
+            if run == WARM_UPS + RUNS {
+                self.poison(rows)?;
+            }
+            self.write_outputs(rows)?;
+            // SAFETY: as above.
+            let (back, ()) = self.timed(true, |_| unsafe { combine.launch(raw) })?;
+            if run > WARM_UPS {
+                dispatched.push(us);
+                combined.push(back);
+            }
+        }
+        self.check_combined()?;
+        self.drain()?;
+        self.barrier()?;
+        Ok((dispatched, combined))
+    }
+}
