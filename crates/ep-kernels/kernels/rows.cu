@@ -356,15 +356,15 @@ __device__ void rows_ldst(Params p) {
     if (EXPAND) rows_write_padding(p, table);
 }
 
-#define ROWS_LDST(UNROLL)                                                                              \
-    extern "C" __global__ void __launch_bounds__(1024, 1)                                                \
+#define ROWS_LDST(UNROLL, THREADS)                                                                     \
+    extern "C" __global__ void __launch_bounds__(THREADS, 1)                                                \
         moe_dispatch_ld##UNROLL(const __grid_constant__ MoeRowsParams p) { rows_ldst<false, UNROLL>(p); } \
-    extern "C" __global__ void __launch_bounds__(1024, 1)                                                \
+    extern "C" __global__ void __launch_bounds__(THREADS, 1)                                                \
         moe_expand_ld##UNROLL(const __grid_constant__ MoeRowsParams p) { rows_ldst<true, UNROLL>(p); }
-ROWS_LDST(1)
-ROWS_LDST(2)
-ROWS_LDST(4)
-ROWS_LDST(7)
+ROWS_LDST(1, 1024)
+ROWS_LDST(2, 1024)
+ROWS_LDST(4, 1024)
+ROWS_LDST(7, 512)
 #undef ROWS_LDST
 
 // Where there are no bulk copies these kernels are empty; no plan launches them there.

@@ -157,6 +157,9 @@ impl MovePlan {
             (CopyPath::LdSt { unroll }, _) if !UNROLLS.contains(&unroll) => {
                 invalid(OP, format!("unroll {unroll}; there are {UNROLLS:?}"))
             }
+            (CopyPath::LdSt { unroll: 7 }, Mover::Rows) if self.warps > 16 => {
+                invalid(OP, format!("{} warps; with unroll 7 up to 16", self.warps))
+            }
             (CopyPath::LdSt { unroll }, Mover::Sums) if 32 * self.warps > most(unroll) => invalid(
                 OP,
                 format!("{} warps; with unroll {unroll} up to {}", self.warps, most(unroll) / 32),
