@@ -111,8 +111,8 @@ impl EpBuilder {
         self
     }
 
-    /// The most SMs that communication on a GPU takes, 16 by default: every kernel has so many
-    /// blocks of which no two share an SM. Without a meaning on the host.
+    /// The most SMs that communication on a GPU takes, 16 by default: kernels have at most so many
+    /// blocks, unless `EpBuilder::tuning` says otherwise. Without a meaning on the host.
     pub fn comm_sms(mut self, sms: u32) -> Self {
         self.comm_sms = sms;
         self

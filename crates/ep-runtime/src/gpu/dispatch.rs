@@ -21,7 +21,7 @@ use crate::slots::Slot;
 use crate::{Ep, EpError, Handle, Layout, Result};
 
 use super::memory::HandleMemory;
-use super::{Gpu, Turn};
+use super::{Gpu, Turn, cuda};
 
 const OP: &str = "dispatch";
 /// Bulk copies need it.
@@ -378,7 +378,7 @@ impl Gpu {
         let chosen = MovePlan::expand(&args, self.sms, self.device.properties());
         let plan = self.plan(self.tuning().expand, chosen);
         // SAFETY: as above.
-        cuda_ok(unsafe { self.moves.expand(stream, &plan, &args) })
+        cuda(unsafe { self.moves.expand(stream, &plan, &args) })
     }
 
     fn mark_tail(
@@ -399,12 +399,8 @@ impl Gpu {
             blocks: self.sms,
         };
         // SAFETY: all addresses are of this layer's memory.
-        cuda_ok(unsafe { self.layout.mark_tail(self.lane(turn.lane).stream.raw(), &args) })
+        cuda(unsafe { self.layout.mark_tail(self.lane(turn.lane).stream.raw(), &args) })
     }
-}
-
-fn cuda_ok(result: std::result::Result<(), ep_kernels::cuda::CudaError>) -> Result<()> {
-    Ok(result?)
 }
 
 /// [`Ep::dispatch`] for several ranks driven by one thread, phase by phase: everything ranks tell

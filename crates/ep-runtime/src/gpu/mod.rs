@@ -90,9 +90,6 @@ pub(crate) struct Gpu {
     sizes: Sizes,
 }
 
-// Addresses and handles of the driver, which may be used from any thread.
-impl std::panic::RefUnwindSafe for Gpu {}
-
 /// A lane's stream and its memory.
 #[derive(Debug)]
 struct GpuLane {
