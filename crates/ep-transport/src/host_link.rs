@@ -23,13 +23,64 @@ pub unsafe trait Region: Debug + Send + Sync {
 
 const PAGE: usize = 4096;
 
+/// Which ranks of a host are shown as bulk peers of each other.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) enum Apart {
+    #[default]
+    None,
+    All,
+    /// Those with different entries.
+    Nodes(Arc<[usize]>),
+}
+
+impl Apart {
+    pub fn all(bulk: bool) -> Self {
+        if bulk { Self::All } else { Self::None }
+    }
+
+    /// Consecutive ranks in nodes of these sizes.
+    pub fn sizes(sizes: &[usize]) -> Self {
+        let ranks = |(node, &size): (usize, &usize)| std::iter::repeat_n(node, size);
+        Self::Nodes(sizes.iter().enumerate().flat_map(ranks).collect())
+    }
+
+    fn are(&self, a: usize, b: usize) -> bool {
+        a != b
+            && match self {
+                Self::None => false,
+                Self::All => true,
+                Self::Nodes(of) => of.get(a) != of.get(b) || a >= of.len(),
+            }
+    }
+
+    /// The node of each of `world` ranks, if it was said.
+    pub fn nodes(&self, world: usize) -> Option<Vec<usize>> {
+        match self {
+            Self::None => Some(vec![0; world]),
+            Self::All => Some((0..world).collect()),
+            Self::Nodes(of) => (of.len() == world).then(|| of.to_vec()),
+        }
+    }
+
+    /// Fails if nodes were given for another number of ranks.
+    pub fn check(&self, world: usize) -> Result<()> {
+        match self {
+            Self::Nodes(of) if of.len() != world => {
+                let detail = format!("the nodes have {} ranks, the group {world}", of.len());
+                Err(TransportError::Argument { op: "open", detail })
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
 /// A [`Link`] over one mapped [`Region`] per rank: the window, then the rank's flags.
 pub struct HostLink {
     group: Group,
     spec: WindowSpec,
     regions: Vec<Arc<dyn Region>>,
     boards: Vec<FlagBoard>,
-    bulk: bool,
+    apart: Apart,
     /// Makes this rank's waits look at the group's health when there is news.
     _bell: Arc<dyn Fn() + Send + Sync>,
 }
@@ -38,7 +89,7 @@ impl Debug for HostLink {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let mut out = f.debug_struct("HostLink");
         out.field("rank", &self.group.rank()).field("world", &self.group.world());
-        out.field("spec", &self.spec).field("bulk", &self.bulk).finish_non_exhaustive()
+        out.field("spec", &self.spec).field("apart", &self.apart).finish_non_exhaustive()
     }
 }
 
@@ -77,12 +128,23 @@ impl HostLink {
         let own = boards[group.rank()].clone();
         let bell: Arc<dyn Fn() + Send + Sync> = Arc::new(move || own.ring());
         group.health().watch(Arc::downgrade(&bell));
-        Ok(Self { group: group.clone(), spec, regions, boards, bulk: false, _bell: bell })
+        Ok(Self { group: group.clone(), spec, regions, boards, apart: Apart::None, _bell: bell })
     }
 
     /// Reports other ranks as bulk peers, so that callers' bulk paths can be tested on any host.
-    pub fn bulk(mut self, bulk: bool) -> Self {
-        self.bulk = bulk;
+    pub fn bulk(self, bulk: bool) -> Self {
+        self.apart(Apart::all(bulk))
+    }
+
+    /// Reports the ranks of other nodes as bulk peers, as if each node were a host of its own.
+    /// `node_of` has one entry per rank, the same on all ranks; ranks of equal entries map each
+    /// other, and ranks behind its end are nodes of their own.
+    pub fn bulk_across(self, node_of: &[usize]) -> Self {
+        self.apart(Apart::Nodes(node_of.into()))
+    }
+
+    pub(crate) fn apart(mut self, apart: Apart) -> Self {
+        self.apart = apart;
         self
     }
 
@@ -112,7 +174,7 @@ fn board_offset(spec: WindowSpec) -> Option<usize> {
 }
 
 // SAFETY: mappings come from regions that `self` holds, whose lengths were checked against the spec
-// when it was made; `bulk` is compared by the ranks with the spec; flags and order are those of
+// when it was made; which ranks are apart is symmetric and the same on all; flags and order are those of
 // `FlagBoard`, which conformance and models test.
 unsafe impl Link for HostLink {
     fn window(&self) -> Mapping {
@@ -120,7 +182,7 @@ unsafe impl Link for HostLink {
     }
 
     fn reach(&self, peer: usize) -> Reach {
-        if self.bulk && peer != self.group.rank() {
+        if self.apart.are(self.group.rank(), peer) {
             Reach::Bulk
         } else {
             Reach::Direct(self.mapping(peer))
@@ -175,5 +237,25 @@ unsafe impl Link for HostLink {
         // Where the group has failed, the wait would fail at once.
         let fails = |&peer: &usize| self.group.health().check_waiting("ready", &[peer]).is_err();
         absent.peek().is_none() || absent.any(fails)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nodes_are_apart_and_ranks_of_one_are_not() {
+        let nodes = Apart::sizes(&[1, 0, 2]);
+        let apart = |a| (0..4).map(|b| nodes.are(a, b)).collect::<Vec<_>>();
+        assert_eq!(apart(0), [false, true, true, true]);
+        assert_eq!(apart(1), [true, false, false, true]);
+        // Ranks that were not mentioned are alone.
+        assert_eq!(apart(3), [true, true, true, false]);
+        assert!(nodes.are(4, 3) && nodes.are(3, 4));
+        assert_eq!((nodes.nodes(3), nodes.nodes(4)), (Some(vec![0, 2, 2]), None));
+        assert!(nodes.check(3).is_ok() && nodes.check(4).is_err());
+        assert_eq!(Apart::all(true).nodes(2), Some(vec![0, 1]));
+        assert!(Apart::all(false).check(7).is_ok() && !Apart::all(false).are(0, 1));
     }
 }

@@ -95,6 +95,13 @@ pub trait Transport: Debug + Send + Sync {
         false
     }
 
+    /// The node of each of `world` ranks, where that is known before anything is opened: ranks of
+    /// equal numbers map each other, others do not. It sizes what crosses nodes; where it is not
+    /// known, the worst case is reserved.
+    fn nodes(&self, world: usize) -> Option<Vec<usize>> {
+        self.maps_all_peers().then(|| vec![0; world])
+    }
+
     /// Opens a window of `spec` on every rank of `group` and connects them. Windows start zeroed
     /// and all flags are 0 when it returns.
     ///

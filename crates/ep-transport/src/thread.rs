@@ -9,13 +9,13 @@ use std::sync::{Arc, LazyLock};
 use parking_lot::Mutex;
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 
-use crate::host_link::{HostLink, Region};
+use crate::host_link::{Apart, HostLink, Region};
 use crate::{Deadline, Group, Link, Result, Transport, TransportError, WindowSpec};
 
 /// The transport for ranks that are threads of one process: windows are anonymous memory.
 #[derive(Clone, Debug, Default)]
 pub struct ThreadTransport {
-    bulk: bool,
+    apart: Apart,
 }
 
 impl ThreadTransport {
@@ -26,7 +26,14 @@ impl ThreadTransport {
 
     /// Whether to show peers as reachable only by [`Link::put`], to exercise that path.
     pub fn bulk(mut self, bulk: bool) -> Self {
-        self.bulk = bulk;
+        self.apart = Apart::all(bulk);
+        self
+    }
+
+    /// Shows consecutive ranks as nodes of these many: ranks map those of their own node and reach
+    /// others only by [`Link::put`], as if each node were a host. Replaces [`Self::bulk`].
+    pub fn nodes(mut self, sizes: &[usize]) -> Self {
+        self.apart = Apart::sizes(sizes);
         self
     }
 }
@@ -58,7 +65,11 @@ impl Transport for ThreadTransport {
     }
 
     fn maps_all_peers(&self) -> bool {
-        !self.bulk
+        self.apart == Apart::None
+    }
+
+    fn nodes(&self, world: usize) -> Option<Vec<usize>> {
+        self.apart.nodes(world)
     }
 
     fn open(&self, group: &Group, spec: WindowSpec, deadline: Deadline) -> Result<Arc<dyn Link>> {
@@ -75,6 +86,7 @@ impl ThreadTransport {
         map: impl FnOnce(usize) -> Result<Arc<dyn Region>>,
     ) -> Result<Arc<dyn Link>> {
         spec.agree(group, self.name(), deadline)?;
+        self.apart.check(group.world())?;
         let bytes = HostLink::region_bytes(spec, group.world())?;
         // A failure travels in place of the key: it is everyone's error at once.
         let own = map(bytes);
@@ -94,7 +106,7 @@ impl ThreadTransport {
         // Nobody takes an offer back before everyone has fetched it.
         group.all_gather_within("open", &[], deadline)?;
         drop(offer);
-        Ok(Arc::new(HostLink::new(group, spec, regions)?.bulk(self.bulk)))
+        Ok(Arc::new(HostLink::new(group, spec, regions)?.apart(self.apart.clone())))
     }
 }
 

@@ -16,3 +16,17 @@ mod direct {
 mod bulk {
     ep_transport::conformance_suite!(|world| super::members(world, true));
 }
+
+/// Direct and bulk peers in one group.
+mod nodes {
+    use ep_transport::conformance::Member;
+    use ep_transport::{Group, ThreadTransport, Transport};
+
+    fn members(world: usize) -> Vec<Member> {
+        let sizes = [world.div_ceil(2), world / 2];
+        let transport = || Box::new(ThreadTransport::new().nodes(&sizes)) as Box<dyn Transport>;
+        Group::local(world).unwrap().into_iter().map(|group| (group, transport())).collect()
+    }
+
+    ep_transport::conformance_suite!(|world| super::nodes::members(world));
+}

@@ -6,6 +6,7 @@
 mod cast;
 mod copy;
 mod expand;
+mod pack;
 mod reduce;
 #[cfg(target_arch = "x86_64")]
 mod reduce_avx2;
@@ -14,5 +15,6 @@ mod scatter;
 pub use cast::{dequantize_fp8, narrow, quantize_fp8, widen};
 pub use copy::{copy_rows, gather, prefetch, store_fence};
 pub use expand::{Expander, ExpertRows};
+pub use pack::{Crossing, pack};
 pub use reduce::{Stores, reduce_row, reduce_row_with};
-pub use scatter::{Source, Target, scatter, scatter_only};
+pub use scatter::{Source, Target, scatter, scatter_only, scatter_relayed};

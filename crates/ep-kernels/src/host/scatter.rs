@@ -56,7 +56,7 @@ pub unsafe fn scatter(
     targets: &[Target],
 ) -> Result<(), KernelError> {
     // SAFETY: the caller's promise.
-    unsafe { scatter_where(fmt, src, layout, placement, source_rank, targets, None) }
+    unsafe { scatter_where(fmt, src, layout, placement, source_rank, targets, &Choice::default()) }
 }
 
 /// [`scatter`] to the ranks for which `only` is true; the targets of others are not looked at.
@@ -75,8 +75,39 @@ pub unsafe fn scatter_only(
     targets: &[Target],
     only: &[bool],
 ) -> Result<(), KernelError> {
+    let choice = Choice { only: Some(only), ..Choice::default() };
     // SAFETY: the caller's promise.
-    unsafe { scatter_where(fmt, src, layout, placement, source_rank, targets, Some(only)) }
+    unsafe { scatter_where(fmt, src, layout, placement, source_rank, targets, &choice) }
+}
+
+/// [`scatter`] of another rank's tokens, which are not numbered as they are there: token `i` of
+/// `layout` is token `tokens[i]` of `source_rank`. Rows are what that rank would have written.
+///
+/// # Errors
+/// As [`scatter`]; `tokens` has one entry per token.
+///
+/// # Safety
+/// As [`scatter`].
+pub unsafe fn scatter_relayed(
+    fmt: &RecordFormat,
+    src: &Source<'_>,
+    layout: &Layout,
+    placement: &Placement,
+    (source_rank, tokens): (usize, &[i32]),
+    targets: &[Target],
+) -> Result<(), KernelError> {
+    let choice = Choice { tokens: Some(tokens), ..Choice::default() };
+    // SAFETY: the caller's promise.
+    unsafe { scatter_where(fmt, src, layout, placement, source_rank, targets, &choice) }
+}
+
+/// What of a scatter is not as usual.
+#[derive(Clone, Copy, Default)]
+struct Choice<'a> {
+    /// Whether rows go to a rank.
+    only: Option<&'a [bool]>,
+    /// The number of each token on its rank.
+    tokens: Option<&'a [i32]>,
 }
 
 /// # Safety
@@ -88,10 +119,10 @@ unsafe fn scatter_where(
     placement: &Placement,
     source_rank: usize,
     targets: &[Target],
-    only: Option<&[bool]>,
+    choice: &Choice<'_>,
 ) -> Result<(), KernelError> {
-    let chosen = |rank: usize| only.is_none_or(|only| only[rank]);
-    let rows = check(fmt, src, layout, placement, targets, only)?;
+    let chosen = |rank: usize| choice.only.is_none_or(|only| only[rank]);
+    let rows = check(fmt, src, layout, placement, targets, choice)?;
     let stream = streams(rows * fmt.payload_bytes, fmt.payload_bytes);
     for token in 0..layout.tokens {
         let payload = src.payload.wrapping_add(token * src.payload_stride);
@@ -116,8 +147,8 @@ unsafe fn scatter_where(
                 write_scales(fmt, scales, row);
                 let experts = (placement.physical_base(rank), placement.local_experts(rank));
                 write_choices(fmt, physical, weights, experts, row);
-                let origin = [token as i32, source_rank as i32, 0, 0];
-                row.add(fmt.source_at).cast::<[i32; 4]>().write_unaligned(origin);
+                let number = choice.tokens.map_or(token as i32, |tokens| tokens[token]);
+                write_origin(fmt, number, source_rank, row);
             }
         }
     }
@@ -134,7 +165,7 @@ fn check(
     layout: &Layout,
     placement: &Placement,
     targets: &[Target],
-    only: Option<&[bool]>,
+    Choice { only, tokens }: &Choice<'_>,
 ) -> Result<usize, KernelError> {
     let ranks = placement.ranks();
     let choices = layout.tokens * layout.topk;
@@ -144,6 +175,7 @@ fn check(
         ("choices of the layout", layout.physical.len(), choices),
         ("targets", targets.len(), ranks),
         ("only", only.map_or(ranks, <[bool]>::len), ranks),
+        ("tokens", tokens.map_or(layout.tokens, <[i32]>::len), layout.tokens),
         ("weights", src.weights.map_or(choices, <[f32]>::len), choices),
     ] {
         if got != expected {
@@ -175,8 +207,21 @@ fn check(
 }
 
 /// # Safety
+/// `row` is a writable record.
+pub(super) unsafe fn write_origin(
+    fmt: &RecordFormat,
+    token: i32,
+    source_rank: usize,
+    row: *mut u8,
+) {
+    let origin = [token, source_rank as i32, 0, 0];
+    // SAFETY: the part lies inside what the caller promises.
+    unsafe { row.add(fmt.source_at).cast::<[i32; 4]>().write_unaligned(origin) };
+}
+
+/// # Safety
 /// `scales` is readable for the scales of a row, `row` is a writable record.
-unsafe fn write_scales(fmt: &RecordFormat, scales: *const u8, row: *mut u8) {
+pub(super) unsafe fn write_scales(fmt: &RecordFormat, scales: *const u8, row: *mut u8) {
     // SAFETY: both parts lie inside what the caller promises.
     unsafe {
         let to = row.add(fmt.scales_at);

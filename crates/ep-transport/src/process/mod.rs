@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
-use crate::host_link::HostLink;
+use crate::host_link::{Apart, HostLink};
 use crate::rendezvous::host::{HostId, random};
 use crate::tcp::ranks_text;
 use crate::{Deadline, Group, Link, Result, Transport, TransportError, WindowSpec};
@@ -26,7 +26,7 @@ const OP: &str = "open";
 /// `/dev/shm`. Ranks must share the user, the kernel and the network namespace.
 #[derive(Clone, Debug, Default)]
 pub struct ProcessTransport {
-    bulk: bool,
+    apart: Apart,
 }
 
 impl ProcessTransport {
@@ -38,7 +38,15 @@ impl ProcessTransport {
     /// Whether to show peers as reachable only by [`Link::put`], to exercise that path.
     #[must_use]
     pub fn bulk(mut self, bulk: bool) -> Self {
-        self.bulk = bulk;
+        self.apart = Apart::all(bulk);
+        self
+    }
+
+    /// Shows consecutive ranks as nodes of these many: ranks map those of their own node and reach
+    /// others only by [`Link::put`], as if each node were a host. Replaces [`Self::bulk`].
+    #[must_use]
+    pub fn nodes(mut self, sizes: &[usize]) -> Self {
+        self.apart = Apart::sizes(sizes);
         self
     }
 }
@@ -61,14 +69,19 @@ impl Transport for ProcessTransport {
     }
 
     fn maps_all_peers(&self) -> bool {
-        !self.bulk
+        self.apart == Apart::None
+    }
+
+    fn nodes(&self, world: usize) -> Option<Vec<usize>> {
+        self.apart.nodes(world)
     }
 
     fn open(&self, group: &Group, spec: WindowSpec, deadline: Deadline) -> Result<Arc<dyn Link>> {
         spec.agree(group, self.name(), deadline)?;
+        self.apart.check(group.world())?;
         let bytes = HostLink::region_bytes(spec, group.world())?;
         let regions = share(group, Memfd::create(bytes), deadline)?;
-        Ok(Arc::new(HostLink::new(group, spec, regions)?.bulk(self.bulk)))
+        Ok(Arc::new(HostLink::new(group, spec, regions)?.apart(self.apart.clone())))
     }
 }
 
