@@ -29,6 +29,7 @@ mod process;
 mod queue;
 #[cfg(not(loom))]
 mod rendezvous;
+pub mod ring;
 mod sync;
 #[cfg(not(loom))]
 mod tcp;

@@ -25,7 +25,7 @@ pub const STEPS: &[Step] = &[
     Step { name: "clippy", title: "lints, warnings are errors", run: clippy },
     Step { name: "doc", title: "documentation, warnings are errors", run: doc },
     Step { name: "test", title: "unit, property and conformance tests, doctests", run: tests },
-    Step { name: "loom", title: "the flag protocol under a model checker", run: loom },
+    Step { name: "loom", title: "flags and command ring under a model checker", run: loom },
     Step { name: "examples", title: "every example runs to its end", run: examples },
     Step { name: "bench", title: "small benchmarks on hosts verify", run: smoke::bench },
     Step { name: "kernels", title: "GPU kernels compile everywhere, nothing spills", run: kernels },
@@ -121,8 +121,8 @@ fn tests(context: &Context) -> Outcome {
 }
 
 fn loom(context: &Context) -> Outcome {
-    let args = ["test", "--package", "ep-transport", "--release", "--test", "loom_flags"];
-    let mut command = cargo(context, &args);
+    let mut command = cargo(context, &["test", "--package", "ep-transport", "--release"]);
+    command.args(["--test", "loom_flags", "--test", "loom_ring"]);
     command.env("RUSTFLAGS", "--cfg loom");
     // Other flags rebuild everything, so this has a folder of its own.
     command.env("CARGO_TARGET_DIR", context.workspace.target.join("loom"));
