@@ -121,6 +121,20 @@ pub enum TransportError {
         /// What it means, as far as is known.
         detail: String,
     },
+    /// A NIC reported that something to or from a peer failed; the connection is broken.
+    #[error("{op}: queue pair {queue_pair} to rank {peer}: {detail}")]
+    Completion {
+        /// The operation.
+        op: &'static str,
+        /// The peer.
+        peer: usize,
+        /// The number of this rank's queue pair.
+        queue_pair: u32,
+        /// The NIC's status (`ibv_wc_status`).
+        status: i32,
+        /// What it means, as far as is known.
+        detail: String,
+    },
     /// This machine, build or transport cannot do it.
     #[error("{op}: {detail}")]
     Unsupported {
@@ -146,6 +160,7 @@ impl TransportError {
             Self::Aborted { .. } => ErrorKind::Aborted,
             Self::Rendezvous { .. } | Self::Os { .. } => ErrorKind::Os,
             Self::Device { .. } => ErrorKind::Device,
+            Self::Completion { .. } => ErrorKind::PeerLost,
             Self::Unsupported { .. } => ErrorKind::Unsupported,
         }
     }
@@ -155,7 +170,7 @@ impl TransportError {
         match self {
             Self::Mismatch { ranks, .. } => ranks.first().copied(),
             Self::Timeout { peers, .. } => peers.first().copied(),
-            Self::PeerLost { peer, .. } => Some(*peer),
+            Self::PeerLost { peer, .. } | Self::Completion { peer, .. } => Some(*peer),
             Self::Aborted { by, blames, .. } => Some(blames.unwrap_or(*by)),
             Self::Rendezvous { peer, .. } | Self::Os { peer, .. } => *peer,
             Self::Argument { .. } | Self::Device { .. } | Self::Unsupported { .. } => None,
@@ -166,6 +181,7 @@ impl TransportError {
     pub fn code(&self) -> Option<i32> {
         match self {
             Self::Os { code, .. } | Self::Device { code, .. } => Some(*code),
+            Self::Completion { status, .. } => Some(*status),
             _ => None,
         }
     }

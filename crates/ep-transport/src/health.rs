@@ -102,6 +102,24 @@ impl Health {
         self.publish();
     }
 
+    /// Whether `rank` left in good order.
+    #[cfg(feature = "rdma")]
+    pub(crate) fn has_left(&self, rank: usize) -> bool {
+        self.is_gone(rank, |gone| gone.left)
+    }
+
+    /// Whether `rank` died.
+    #[cfg(feature = "rdma")]
+    pub(crate) fn is_lost(&self, rank: usize) -> bool {
+        self.is_gone(rank, |gone| !gone.left)
+    }
+
+    #[cfg(feature = "rdma")]
+    fn is_gone(&self, rank: usize, how: impl Fn(&Gone) -> bool) -> bool {
+        self.any.load(Ordering::Acquire)
+            && self.state.lock().gone.get(rank).is_some_and(|gone| gone.as_ref().is_some_and(how))
+    }
+
     /// The fault, if a rank gave up.
     pub fn fault(&self) -> Option<Fault> {
         if !self.any.load(Ordering::Acquire) {

@@ -151,26 +151,52 @@ impl HostLink {
     fn mapping(&self, rank: usize) -> Mapping {
         Mapping { base: self.regions[rank].base(), bytes: self.spec.bytes }
     }
-
-    fn check_rank(&self, op: &'static str, peer: usize) -> Result<()> {
-        let world = self.group.world();
-        if peer < world {
-            return Ok(());
-        }
-        Err(TransportError::Argument { op, detail: format!("rank {peer} of {world}") })
-    }
-
-    fn check_flag(&self, op: &'static str, flag: u32) -> Result<()> {
-        let flags = self.spec.flags;
-        if flag < flags {
-            return Ok(());
-        }
-        Err(TransportError::Argument { op, detail: format!("flag {flag} of {flags}") })
-    }
 }
 
-fn board_offset(spec: WindowSpec) -> Option<usize> {
+/// Where a rank's flags are in its region.
+pub(crate) fn board_offset(spec: WindowSpec) -> Option<usize> {
     spec.bytes.checked_next_multiple_of(PAGE)
+}
+
+/// # Errors
+/// An argument error if there is no rank `peer`.
+pub(crate) fn check_rank(op: &'static str, peer: usize, world: usize) -> Result<()> {
+    if peer < world {
+        return Ok(());
+    }
+    Err(TransportError::Argument { op, detail: format!("rank {peer} of {world}") })
+}
+
+/// # Errors
+/// An argument error if there is no such flag.
+pub(crate) fn check_flag(op: &'static str, flag: u32, spec: WindowSpec) -> Result<()> {
+    let flags = spec.flags;
+    if flag < flags {
+        return Ok(());
+    }
+    Err(TransportError::Argument { op, detail: format!("flag {flag} of {flags}") })
+}
+
+/// # Errors
+/// An argument error if there is no such rank or a side of the put leaves its window.
+pub(crate) fn check_put(put: &Put, world: usize, spec: WindowSpec) -> Result<()> {
+    check_rank("put", put.peer, world)?;
+    let inside = |start: usize| start.checked_add(put.bytes).is_some_and(|end| end <= spec.bytes);
+    if inside(put.from) && inside(put.to) {
+        return Ok(());
+    }
+    let detail = format!("{put:?} leaves the window of {} bytes", spec.bytes);
+    Err(TransportError::Argument { op: "put", detail })
+}
+
+/// [`Link::ready`] of a link whose flags are on `board`.
+pub(crate) fn ready(board: &FlagBoard, group: &Group, peers: &[usize], flag: u32) -> bool {
+    let known = |peer| peer < group.world() && flag < board.flags();
+    let absent = |&&peer: &&usize| !(known(peer) && board.is_set(flag, peer));
+    let mut absent = peers.iter().filter(absent).peekable();
+    // Where the group has failed, the wait would fail at once.
+    let fails = |&peer: &usize| group.health().check_waiting("ready", &[peer]).is_err();
+    absent.peek().is_none() || absent.any(fails)
 }
 
 // SAFETY: mappings come from regions that `self` holds, whose lengths were checked against the spec
@@ -190,13 +216,7 @@ unsafe impl Link for HostLink {
     }
 
     fn put(&self, _queue: &Queue, put: Put) -> Result<()> {
-        self.check_rank("put", put.peer)?;
-        let inside =
-            |start: usize| start.checked_add(put.bytes).is_some_and(|e| e <= self.spec.bytes);
-        if !inside(put.from) || !inside(put.to) {
-            let detail = format!("{put:?} leaves the window of {} bytes", self.spec.bytes);
-            return Err(TransportError::Argument { op: "put", detail });
-        }
+        check_put(&put, self.group.world(), self.spec)?;
         let (from, to) = (self.window().base.as_ptr(), self.mapping(put.peer).base.as_ptr());
         // SAFETY: both ranges were just checked to lie in windows that stay mapped while `self`
         // holds their regions. That no other rank writes them meanwhile is the protocol's promise
@@ -210,8 +230,8 @@ unsafe impl Link for HostLink {
     }
 
     fn signal(&self, _queue: &Queue, peer: usize, flag: u32) -> Result<()> {
-        self.check_rank("signal", peer)?;
-        self.check_flag("signal", flag)?;
+        check_rank("signal", peer, self.group.world())?;
+        check_flag("signal", flag, self.spec)?;
         self.boards[peer].set(flag, self.group.rank());
         Ok(())
     }
@@ -224,19 +244,13 @@ unsafe impl Link for HostLink {
         flag: u32,
         deadline: Deadline,
     ) -> Result<()> {
-        self.check_flag(op, flag)?;
-        peers.iter().try_for_each(|&peer| self.check_rank(op, peer))?;
+        check_flag(op, flag, self.spec)?;
+        peers.iter().try_for_each(|&peer| check_rank(op, peer, self.group.world()))?;
         self.boards[self.group.rank()].wait_all(op, flag, peers, deadline, self.group.health())
     }
 
     fn ready(&self, peers: &[usize], flag: u32) -> bool {
-        let board = &self.boards[self.group.rank()];
-        let known = |peer| peer < self.group.world() && flag < self.spec.flags;
-        let absent = |&&peer: &&usize| !(known(peer) && board.is_set(flag, peer));
-        let mut absent = peers.iter().filter(absent).peekable();
-        // Where the group has failed, the wait would fail at once.
-        let fails = |&peer: &usize| self.group.health().check_waiting("ready", &[peer]).is_err();
-        absent.peek().is_none() || absent.any(fails)
+        ready(&self.boards[self.group.rank()], &self.group, peers, flag)
     }
 }
 

@@ -15,7 +15,10 @@ pub mod conformance;
 mod control;
 mod deadline;
 mod error;
+#[cfg(not(loom))]
+mod faulty;
 pub mod flags;
+mod forward;
 mod group;
 mod health;
 #[cfg(not(loom))]
@@ -24,9 +27,13 @@ mod link;
 mod local;
 #[cfg(all(feature = "cuda", not(loom)))]
 mod nvlink;
+#[cfg(all(feature = "cuda", not(loom)))]
+mod pacing;
 #[cfg(not(loom))]
 mod process;
 mod queue;
+#[cfg(all(feature = "rdma", not(loom)))]
+mod rdma;
 #[cfg(not(loom))]
 mod rendezvous;
 pub mod ring;
@@ -38,6 +45,9 @@ mod thread;
 
 pub use deadline::Deadline;
 pub use error::{ErrorKind, TransportError};
+#[cfg(not(loom))]
+pub use faulty::{Failure, FaultyTransport};
+pub use forward::ForwardLink;
 pub use group::{DEFAULT_TIMEOUT, Group};
 pub use health::{Fault, Health};
 #[cfg(not(loom))]
@@ -47,9 +57,13 @@ pub use link::StreamSide;
 pub use link::{Link, Mapping, Memory, Put, Reach, Transport, WindowSpec};
 #[cfg(all(feature = "cuda", not(loom)))]
 pub use nvlink::NvlinkTransport;
+#[cfg(all(feature = "cuda", not(loom)))]
+pub use pacing::{Beside, Pacing};
 #[cfg(not(loom))]
 pub use process::ProcessTransport;
 pub use queue::Queue;
+#[cfg(all(feature = "rdma", not(loom)))]
+pub use rdma::RdmaTransport;
 #[cfg(not(loom))]
 pub use rendezvous::{AllGather, Rendezvous};
 #[cfg(not(loom))]

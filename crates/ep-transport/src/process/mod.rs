@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
-use crate::host_link::{Apart, HostLink};
+use crate::host_link::{Apart, HostLink, Region};
 use crate::rendezvous::host::{HostId, random};
 use crate::tcp::ranks_text;
 use crate::{Deadline, Group, Link, Result, Transport, TransportError, WindowSpec};
@@ -80,9 +80,18 @@ impl Transport for ProcessTransport {
         spec.agree(group, self.name(), deadline)?;
         self.apart.check(group.world())?;
         let bytes = HostLink::region_bytes(spec, group.world())?;
-        let regions = share(group, Memfd::create(bytes), deadline)?;
+        let regions = share_memfd(group, bytes, deadline)?;
         Ok(Arc::new(HostLink::new(group, spec, regions)?.apart(self.apart.clone())))
     }
+}
+
+/// Makes this rank's memory and maps everyone's.
+pub(crate) fn share_memfd(
+    group: &Group,
+    bytes: usize,
+    deadline: Deadline,
+) -> Result<Vec<Arc<dyn Region>>> {
+    share(group, Memfd::create(bytes), deadline)
 }
 
 /// Exchanges memory with all ranks, which are processes of this host. A rank that has none (an

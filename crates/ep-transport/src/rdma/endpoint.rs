@@ -1,0 +1,314 @@
+//! One NIC of this rank: what is opened on it, and its connections to the same-numbered NIC of each
+//! bulk peer.
+
+use std::os::fd::BorrowedFd;
+use std::sync::Arc;
+use std::time::Duration;
+
+use ibverbs_sys as ffi;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use serde::{Deserialize, Serialize};
+
+use super::OP;
+use super::device::{Completion, Device, Id, Kind};
+use super::options::{Chosen, Family, Options};
+use super::pair::{Completions, Pair, PairSize, Write};
+use super::verbs::{Context, Domain, Registered};
+use crate::host_link::Region;
+use crate::{Result, TransportError};
+
+/// Sends queued per queue pair, besides one for credit.
+pub(super) const SEND_QUEUE: usize = 64;
+/// Completions taken at once.
+const BATCH: usize = 32;
+
+/// What a peer needs to know of a NIC to connect to it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Card {
+    /// For messages.
+    device: String,
+    lid: u16,
+    gid: Option<[u8; 16]>,
+    family: Option<u8>,
+    infiniband: bool,
+    mtu: u32,
+    base: u64,
+    key: u32,
+    /// Numbers of the queue pairs, by peer; none for those that are not reached this way.
+    pairs: Vec<Vec<u32>>,
+}
+
+pub(super) struct Endpoint {
+    context: Arc<Context>,
+    chosen: Chosen,
+    port: ffi::ibv_port_attr,
+    completions: Arc<Completions>,
+    pairs: Vec<Vec<Pair>>,
+    memory: Registered,
+    base: u64,
+    gid: Option<[u8; 16]>,
+    remotes: Vec<(u64, u32)>,
+    taken: Vec<ffi::ibv_wc>,
+}
+
+impl std::fmt::Debug for Endpoint {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Endpoint").field("chosen", &self.chosen).finish_non_exhaustive()
+    }
+}
+
+impl Endpoint {
+    /// Opens the NIC, registers `region` and makes queue pairs for the `bulk` peers of `world`.
+    pub(super) fn open(
+        chosen: &Chosen,
+        region: &Arc<dyn Region>,
+        bulk: &[usize],
+        world: usize,
+        options: &Options,
+    ) -> Result<Self> {
+        let context = Context::open(&chosen.device)?;
+        let device = context.device()?;
+        let port = context.port(chosen.port)?;
+        let gid = chosen.gid.map(|(index, _)| context.gid(chosen.port, index)).transpose()?;
+        let size = PairSize { send: SEND_QUEUE + 1, receive: options.depth };
+        let entries = bulk.len() * options.queue_pairs * (size.send + size.receive);
+        let limits = [
+            ("entries of a completion queue", entries, device.max_cqe),
+            ("requests of a queue pair", size.send.max(size.receive), device.max_qp_wr),
+            ("queue pairs", bulk.len() * options.queue_pairs, device.max_qp),
+        ];
+        for (what, need, limit) in limits {
+            if i64::try_from(need).unwrap_or(i64::MAX) > i64::from(limit) {
+                let detail = format!(
+                    "{} allows {limit} {what}, {need} are needed: ask for a smaller depth or fewer \
+                     queue pairs",
+                    chosen.device
+                );
+                return Err(TransportError::Unsupported { op: OP, detail });
+            }
+        }
+        let completions = Completions::new(&context, entries.max(1))?;
+        let domain = Domain::new(&context)?;
+        let memory = Registered::new(&domain, region.clone(), options.relaxed)?;
+        let mut pairs: Vec<Vec<Pair>> = (0..world).map(|_| Vec::new()).collect();
+        for &peer in bulk {
+            for _ in 0..options.queue_pairs {
+                pairs[peer].push(Pair::new(&domain, &completions, size)?);
+            }
+        }
+        Ok(Self {
+            context,
+            chosen: chosen.clone(),
+            port,
+            completions,
+            pairs,
+            memory,
+            base: region.base().as_ptr() as u64,
+            gid,
+            remotes: vec![(0, 0); world],
+            taken: vec![ffi::ibv_wc::default(); BATCH],
+        })
+    }
+
+    pub(super) fn card(&self) -> Card {
+        let infiniband = u32::from(self.port.link_layer) == ffi::IBV_LINK_LAYER_INFINIBAND;
+        Card {
+            device: self.chosen.device.clone(),
+            lid: self.port.lid,
+            gid: self.gid,
+            family: self.chosen.gid.map(|(_, family)| family as u8),
+            infiniband,
+            mtu: 128 << self.port.active_mtu,
+            base: self.base,
+            key: self.memory.remote_key(),
+            pairs: self.pairs.iter().map(|p| p.iter().map(Pair::number).collect()).collect(),
+        }
+    }
+
+    /// Connects the queue pairs with those of `peer`, of which this is rank `rank`'s card.
+    pub(super) fn connect(
+        &mut self,
+        rank: usize,
+        peer: usize,
+        card: &Card,
+        options: &Options,
+    ) -> Result<()> {
+        let theirs = card.pairs.get(rank).map_or(&[][..], Vec::as_slice);
+        let mine = &self.pairs[peer];
+        let unfit = |detail: String| Err(TransportError::Unsupported { op: OP, detail });
+        if theirs.len() != mine.len() {
+            return unfit(format!("rank {peer} made {} queue pairs of {}", theirs.len(), mine.len()));
+        }
+        let own = self.card();
+        if (own.infiniband, own.family) != (card.infiniband, card.family) {
+            return unfit(format!(
+                "{} here is {}, {} of rank {peer} is {}: choose GIDs of one kind",
+                own.device,
+                own.kind(),
+                card.device,
+                card.kind()
+            ));
+        }
+        for (index, (pair, &number)) in mine.iter().zip(theirs).enumerate() {
+            self.reset_to_init(pair, options)?;
+            for _ in 0..options.depth {
+                pair.post_receive(Id { kind: Kind::Receive, peer, pair: index }.encode())?;
+            }
+            self.init_to_ready(pair, peer, number, card, options)?;
+        }
+        self.remotes[peer] = (card.base, card.key);
+        Ok(())
+    }
+
+    fn reset_to_init(&self, pair: &Pair, options: &Options) -> Result<()> {
+        use ffi::ibv_qp_attr_mask as Mask;
+        let mut attr = ffi::ibv_qp_attr {
+            qp_state: ffi::ibv_qp_state::IBV_QPS_INIT,
+            pkey_index: options.pkey_index,
+            port_num: self.chosen.port,
+            qp_access_flags: ffi::ibv_access_flags::IBV_ACCESS_LOCAL_WRITE.0
+                | ffi::ibv_access_flags::IBV_ACCESS_REMOTE_WRITE.0,
+            ..Default::default()
+        };
+        let mask = Mask::IBV_QP_STATE
+            | Mask::IBV_QP_PKEY_INDEX
+            | Mask::IBV_QP_PORT
+            | Mask::IBV_QP_ACCESS_FLAGS;
+        pair.modify(&mut attr, mask, &format!("{} to INIT", self.chosen.device))
+    }
+
+    /// To "ready to receive", then to "ready to send".
+    fn init_to_ready(
+        &self,
+        pair: &Pair,
+        peer: usize,
+        number: u32,
+        card: &Card,
+        options: &Options,
+    ) -> Result<()> {
+        use ffi::ibv_qp_attr_mask as Mask;
+        let mtu = (128u32 << self.port.active_mtu).min(card.mtu).min(options.mtu.unwrap_or(4096));
+        let mut attr = ffi::ibv_qp_attr {
+            qp_state: ffi::ibv_qp_state::IBV_QPS_RTR,
+            path_mtu: mtu.ilog2() - 7,
+            dest_qp_num: number,
+            max_dest_rd_atomic: 1,
+            min_rnr_timer: 12,
+            ..Default::default()
+        };
+        let address = &mut attr.ah_attr;
+        address.port_num = self.chosen.port;
+        address.sl = options.service_level;
+        address.dlid = card.lid;
+        if let (Some((index, _)), Some(gid)) = (self.chosen.gid, card.gid) {
+            address.is_global = 1;
+            address.grh.dgid = ffi::ibv_gid { raw: gid };
+            address.grh.sgid_index = index as u8;
+            address.grh.hop_limit = 64;
+            address.grh.traffic_class = options.traffic_class;
+        }
+        let mask = Mask::IBV_QP_STATE
+            | Mask::IBV_QP_AV
+            | Mask::IBV_QP_PATH_MTU
+            | Mask::IBV_QP_DEST_QPN
+            | Mask::IBV_QP_RQ_PSN
+            | Mask::IBV_QP_MAX_DEST_RD_ATOMIC
+            | Mask::IBV_QP_MIN_RNR_TIMER;
+        let to = format!("{} to {} of rank {peer}", self.chosen.device, card.device);
+        pair.modify(&mut attr, mask, &format!("{to}, ready to receive"))?;
+        let mut attr = ffi::ibv_qp_attr {
+            qp_state: ffi::ibv_qp_state::IBV_QPS_RTS,
+            timeout: options.timeout,
+            retry_cnt: options.retries,
+            // There is always room for what a peer has credit for, so that this is never needed.
+            rnr_retry: options.retries,
+            max_rd_atomic: 1,
+            ..Default::default()
+        };
+        let mask = Mask::IBV_QP_STATE
+            | Mask::IBV_QP_TIMEOUT
+            | Mask::IBV_QP_RETRY_CNT
+            | Mask::IBV_QP_RNR_RETRY
+            | Mask::IBV_QP_SQ_PSN
+            | Mask::IBV_QP_MAX_QP_RD_ATOMIC;
+        pair.modify(&mut attr, mask, &format!("{to}, ready to send"))
+    }
+}
+
+impl Card {
+    fn kind(&self) -> &'static str {
+        let families = [Family::V4, Family::V6, Family::LinkLocal, Family::Native];
+        match self.family {
+            _ if self.infiniband => "InfiniBand",
+            Some(family) => families.get(family as usize).map_or("unknown", |f| f.name()),
+            None => "without GID",
+        }
+    }
+}
+
+impl Device for Endpoint {
+    unsafe fn write(&mut self, peer: usize, pair: usize, write: &Write) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { self.pairs[peer][pair].post_write(write) }
+    }
+
+    fn receive(&mut self, peer: usize, pair: usize) -> Result<()> {
+        self.pairs[peer][pair].post_receive(Id { kind: Kind::Receive, peer, pair }.encode())
+    }
+
+    fn poll(&mut self, into: &mut Vec<Completion>) -> Result<()> {
+        let count = self.completions.poll(&mut self.taken)?;
+        for done in &self.taken[..count] {
+            let id = Id::decode(done.wr_id());
+            into.push(match done.error() {
+                Some((status, vendor)) => Completion::Failed {
+                    id,
+                    status: status as i32,
+                    detail: format!(
+                        "{} (status {status}, vendor's code {vendor:#x})",
+                        self.context.library.status(status)
+                    ),
+                },
+                None if id.kind == Kind::Receive => {
+                    Completion::Arrived { id, immediate: done.imm_data().map(u32::from_be) }
+                }
+                None => Completion::Written(id),
+            });
+        }
+        Ok(())
+    }
+
+    fn sleep(&mut self, bell: BorrowedFd<'_>, bound: Duration) -> Result<()> {
+        let bound = Timespec { tv_sec: bound.as_secs() as i64, tv_nsec: bound.subsec_nanos().into() };
+        let completions = self.completions.fd();
+        let mut fds = [
+            PollFd::from_borrowed_fd(bell, PollFlags::IN),
+            PollFd::from_borrowed_fd(completions, PollFlags::IN),
+        ];
+        match poll(&mut fds, Some(&bound)) {
+            Ok(_) | Err(rustix::io::Errno::INTR) => {}
+            Err(e) => return Err(TransportError::os("rdma", "sleeping on a NIC", e)),
+        }
+        if fds[1].revents().contains(PollFlags::IN) {
+            self.completions.disarm();
+        }
+        Ok(())
+    }
+
+    fn arm(&mut self) -> Result<()> {
+        self.completions.arm()
+    }
+
+    fn number(&self, peer: usize, pair: usize) -> u32 {
+        self.pairs[peer].get(pair).map_or(0, Pair::number)
+    }
+
+    fn remote(&self, peer: usize, at: usize) -> (u64, u32) {
+        let (base, key) = self.remotes[peer];
+        (base + at as u64, key)
+    }
+
+    fn local_key(&self) -> u32 {
+        self.memory.local_key()
+    }
+}

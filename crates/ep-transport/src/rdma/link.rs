@@ -1,0 +1,293 @@
+//! The link: commands to the proxies for bulk peers, plain stores for those of the node.
+
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::thread::JoinHandle;
+
+use ep_topology::Host;
+use parking_lot::Mutex;
+use rustix::event::{EventfdFlags, eventfd};
+
+use super::OP;
+use super::device::Device;
+use super::layout::{Layout, Words};
+use super::nodes::Nodes;
+use super::options::Options;
+use super::proxy::{Proxy, Setup};
+use super::sender::Limits;
+use super::shared::{Order, Shared};
+use crate::flags::FlagBoard;
+use crate::host_link::{self, Region};
+use crate::ring::{Producer, Ring};
+use crate::{
+    Deadline, Group, Link, Mapping, Put, Queue, Reach, Result, TransportError, WindowSpec,
+};
+
+/// Commands that fit a ring.
+const RING: usize = 1024;
+/// How long a put or signal may wait for room in the ring.
+const PATIENCE: std::time::Duration = crate::DEFAULT_TIMEOUT;
+
+/// What was made before the proxies start.
+#[derive(Debug)]
+pub(super) struct Opened {
+    pub group: Group,
+    pub spec: WindowSpec,
+    pub layout: Layout,
+    /// Those of the node's ranks, by rank.
+    pub regions: Vec<Option<Arc<dyn Region>>>,
+    pub nodes: Nodes,
+}
+
+/// One NIC's side of the link.
+struct Nic {
+    commands: Producer,
+    /// Commands pushed.
+    pushed: AtomicU64,
+    bell: Arc<OwnedFd>,
+}
+
+pub(super) struct RdmaLink {
+    group: Group,
+    spec: WindowSpec,
+    regions: Vec<Option<Arc<dyn Region>>>,
+    boards: Vec<Option<FlagBoard>>,
+    shared: Arc<Shared>,
+    nics: Vec<Nic>,
+    /// Which NIC gets the next small put.
+    turn: AtomicUsize,
+    stripe: usize,
+    threads: Mutex<Vec<JoinHandle<()>>>,
+    /// Makes this rank's waits look at the group's health when there is news.
+    _bell: Arc<dyn Fn() + Send + Sync>,
+}
+
+impl std::fmt::Debug for RdmaLink {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let mut out = f.debug_struct("RdmaLink");
+        out.field("rank", &self.group.rank()).field("world", &self.group.world());
+        out.field("spec", &self.spec).field("nics", &self.nics.len()).finish_non_exhaustive()
+    }
+}
+
+impl RdmaLink {
+    /// Starts a proxy on each of `devices`, bound to `cores` (by device) where they are given.
+    pub(super) fn start<D: Device + 'static>(
+        opened: Opened,
+        devices: Vec<(D, Vec<u32>)>,
+        options: &Options,
+    ) -> Result<Arc<Self>> {
+        let Opened { group, spec, layout, regions, nodes } = opened;
+        let (rank, world) = (group.rank(), group.world());
+        let offset = host_link::board_offset(spec).expect("checked with the layout");
+        let board = |region: &Option<Arc<dyn Region>>| {
+            let region = region.as_ref();
+            region.map(|r| FlagBoard::over(r.clone(), offset, world, spec.flags)).transpose()
+        };
+        let boards = regions.iter().map(board).collect::<Result<Vec<_>>>()?;
+        let own = boards[rank].clone().expect("a rank has a window");
+        let words = Words(regions[rank].clone().expect("a rank has a window"));
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        // Each rank of the host has a thread that waits and one per NIC that polls.
+        let spin = nodes.len() * (1 + devices.len()) <= cores;
+        let waits = own.clone();
+        let bell: Arc<dyn Fn() + Send + Sync> = Arc::new(move || waits.ring());
+        group.health().watch(Arc::downgrade(&bell));
+        let shared = Shared::new(group.clone(), own, layout, words, devices.len(), spin);
+        let mut link = Self {
+            group,
+            spec,
+            regions,
+            boards,
+            shared,
+            nics: Vec::new(),
+            turn: AtomicUsize::new(rank),
+            stripe: options.stripe,
+            threads: Mutex::new(Vec::new()),
+            _bell: bell,
+        };
+        for (nic, (device, cores)) in devices.into_iter().enumerate() {
+            link.add(nic, device, cores, &nodes, options)?;
+        }
+        Ok(Arc::new(link))
+    }
+
+    fn add<D: Device + 'static>(
+        &mut self,
+        nic: usize,
+        device: D,
+        cores: Vec<u32>,
+        nodes: &Nodes,
+        options: &Options,
+    ) -> Result<()> {
+        let os = |what: &str, e| TransportError::os(OP, what, e);
+        let bell = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
+        let bell = Arc::new(bell.map_err(|e| os("making an eventfd", e))?);
+        let rung = bell.clone();
+        let (commands, consumer) = Ring::new(RING)?.split(Arc::new(move || ring(&rung)));
+        let setup = Setup {
+            nic,
+            limits: Limits {
+                depth: options.depth as u32,
+                send_queue: super::endpoint::SEND_QUEUE,
+                queue_pairs: options.queue_pairs,
+                piece: options.piece,
+                stripe: options.stripe,
+            },
+            in_flight: options.in_flight,
+            busy: options.busy,
+            drain: options.drain,
+        };
+        let (shared, bulk) = (self.shared.clone(), nodes.bulk());
+        let proxy = Proxy::new(setup, device, consumer, bell.clone(), shared, bulk);
+        let name = format!("ep-rdma-{}.{nic}", self.group.rank());
+        let work = move || {
+            bind(&cores);
+            proxy.run();
+        };
+        let thread = std::thread::Builder::new().name(name).spawn(work).map_err(|e| {
+            let code = e.raw_os_error().unwrap_or(libc::EAGAIN);
+            let detail = "starting a proxy".into();
+            TransportError::Os { op: OP, peer: None, code, detail }
+        })?;
+        self.threads.get_mut().push(thread);
+        self.nics.push(Nic { commands, pushed: AtomicU64::new(0), bell });
+        Ok(())
+    }
+
+    fn mapped(&self, rank: usize) -> Option<Mapping> {
+        let region = self.regions[rank].as_ref()?;
+        Some(Mapping { base: region.base(), bytes: self.spec.bytes })
+    }
+
+    fn push(&self, nic: usize, op: &'static str, order: Order) -> Result<()> {
+        let deadline = Deadline::after(PATIENCE);
+        let check = || self.shared.check().and_then(|()| self.group.health().check(op));
+        let nic = &self.nics[nic];
+        let ticket = nic.commands.push(op, order.encode(), deadline, check)?;
+        nic.pushed.fetch_max(ticket + 1, Ordering::AcqRel);
+        Ok(())
+    }
+
+    /// Divides a put among the NICs, if it is worth it.
+    fn put_bulk(&self, put: Put) -> Result<()> {
+        let Put { peer, from, to, bytes } = put;
+        let count = self.nics.len();
+        let share = bytes.div_ceil(count).next_multiple_of(4096).max(self.stripe);
+        let first = self.turn.fetch_add(1, Ordering::Relaxed);
+        let mut done = 0;
+        for i in 0.. {
+            let bytes = share.min(bytes - done);
+            if bytes == 0 {
+                break;
+            }
+            let order = Order::Put { peer, from: from + done, to: to + done, bytes };
+            self.push((first + i) % count, "put", order)?;
+            done += bytes;
+        }
+        Ok(())
+    }
+}
+
+fn ring(bell: &OwnedFd) {
+    // It cannot block: a full counter rings as well.
+    let _ = rustix::io::write(bell, &1u64.to_ne_bytes());
+}
+
+/// Binds the calling thread to `cores`, if there are any and the system lets it.
+fn bind(cores: &[u32]) {
+    let mut set = rustix::thread::CpuSet::new();
+    let fits = |core: &&u32| (**core as usize) < rustix::thread::CpuSet::MAX_CPU;
+    cores.iter().filter(fits).for_each(|&core| set.set(core as usize));
+    if set.count() > 0
+        && let Err(e) = rustix::thread::sched_setaffinity(None, &set)
+    {
+        tracing::warn!("a proxy is not bound to the cores near its NIC: {e}");
+    }
+}
+
+/// The cores near a NIC that this process may use.
+pub(super) fn cores_near(host: &Host, numa_node: Option<u32>) -> Vec<u32> {
+    numa_node.map_or(Vec::new(), |node| {
+        let allowed = rustix::thread::sched_getaffinity(None).ok();
+        let may = |core: &u32| allowed.as_ref().is_some_and(|set| set.is_set(*core as usize));
+        host.node_cpus(node).iter().filter(may).collect()
+    })
+}
+
+impl Drop for RdmaLink {
+    fn drop(&mut self) {
+        self.shared.stopping.store(true, Ordering::Release);
+        self.nics.iter().for_each(|nic| ring(&nic.bell));
+        for thread in self.threads.get_mut().drain(..) {
+            // A proxy that panicked has left its rank's flags as they were; there is nobody to tell.
+            let _ = thread.join();
+        }
+    }
+}
+
+// SAFETY: mappings come from regions that `self` holds, as long as the layout, which holds the
+// window; ranks are partitioned into nodes by what they all said, so that either both of two map
+// each other or none does. Order: a proxy counts every write of an epoch before it raises the flag
+// that ends it, and `FlagBoard` does the rest; puts and signals to one peer go through each ring in
+// the order of the calls, and a signal goes through all of them.
+unsafe impl Link for RdmaLink {
+    fn window(&self) -> Mapping {
+        self.mapped(self.group.rank()).expect("a rank has a window")
+    }
+
+    fn reach(&self, peer: usize) -> Reach {
+        self.regions.get(peer).and_then(|_| self.mapped(peer)).map_or(Reach::Bulk, Reach::Direct)
+    }
+
+    fn put(&self, _queue: &Queue, put: Put) -> Result<()> {
+        host_link::check_put(&put, self.group.world(), self.spec)?;
+        let Some(theirs) = self.mapped(put.peer) else {
+            self.shared.check()?;
+            return self.put_bulk(put);
+        };
+        let (from, to) = (self.window().base.as_ptr(), theirs.base.as_ptr());
+        // SAFETY: both ranges were just checked to lie in windows that stay mapped while `self`
+        // holds their regions. That no other rank writes them meanwhile is the protocol's promise
+        // to itself; within one window they may overlap, which `copy` allows.
+        unsafe { std::ptr::copy(from.add(put.from), to.add(put.to), put.bytes) };
+        Ok(())
+    }
+
+    fn flush(&self, _queue: &Queue, deadline: Deadline) -> Result<()> {
+        let pushed: Vec<u64> =
+            self.nics.iter().map(|nic| nic.pushed.load(Ordering::Acquire)).collect();
+        self.shared.wait_retired("flush", &pushed, deadline)
+    }
+
+    fn signal(&self, _queue: &Queue, peer: usize, flag: u32) -> Result<()> {
+        host_link::check_rank("signal", peer, self.group.world())?;
+        host_link::check_flag("signal", flag, self.spec)?;
+        if let Some(board) = &self.boards[peer] {
+            board.set(flag, self.group.rank());
+            return Ok(());
+        }
+        self.shared.check()?;
+        let parts = self.nics.len() as u32;
+        let order = Order::Signal { peer, flag, parts };
+        (0..self.nics.len()).try_for_each(|nic| self.push(nic, "signal", order))
+    }
+
+    fn wait(
+        &self,
+        _queue: &Queue,
+        op: &'static str,
+        peers: &[usize],
+        flag: u32,
+        deadline: Deadline,
+    ) -> Result<()> {
+        host_link::check_flag(op, flag, self.spec)?;
+        peers.iter().try_for_each(|&p| host_link::check_rank(op, p, self.group.world()))?;
+        self.shared.board.wait_all(op, flag, peers, deadline, self.group.health())
+    }
+
+    fn ready(&self, peers: &[usize], flag: u32) -> bool {
+        host_link::ready(&self.shared.board, &self.group, peers, flag)
+    }
+}

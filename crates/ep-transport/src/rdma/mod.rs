@@ -1,0 +1,254 @@
+//! Windows of other hosts, reached by RDMA verbs.
+//!
+//! A thread per NIC, the *proxy*, takes commands from a ring ([`crate::ring`]), posts them as large
+//! one-sided writes with an immediate each, and counts the immediates that arrive. Nothing depends
+//! on the order in which the fabric delivers: see [`arrivals`].
+
+mod arrivals;
+mod device;
+mod endpoint;
+mod layout;
+mod link;
+mod nodes;
+mod options;
+mod pair;
+mod proxy;
+mod sender;
+mod shared;
+mod tickets;
+mod verbs;
+
+use std::path::Path;
+use std::sync::Arc;
+
+use ep_topology::Host;
+use serde::{Deserialize, Serialize};
+
+use crate::host_link::Region;
+use crate::{Deadline, Group, Link, Result, Transport, TransportError, WindowSpec};
+use endpoint::{Card, Endpoint};
+use layout::Layout;
+use link::{Opened, RdmaLink};
+use nodes::Nodes;
+use options::{Chosen, Options};
+
+const OP: &str = "open";
+
+/// The transport between hosts: ranks of one host map each other's windows, those of others are
+/// reached by RDMA writes over reliably connected queue pairs (InfiniBand, RoCE).
+///
+/// Each rank uses the NICs that are its own by its number among the ranks of its host, or those it
+/// is told to use; the `i`-th NIC of a rank talks to the `i`-th of each peer. A setting that all
+/// ranks must share is checked when windows are opened. libibverbs is opened at run time.
+///
+/// Windows are in host memory. Registering them counts against the limit on locked memory.
+#[derive(Clone, Debug, Default)]
+pub struct RdmaTransport {
+    options: Options,
+}
+
+macro_rules! settings {
+    ($($(#[$doc:meta])* $name:ident: $from:ty => |$options:ident, $value:ident| $set:expr;)*) => {
+        impl RdmaTransport {
+            $(
+                $(#[$doc])*
+                #[must_use]
+                pub fn $name(mut self, $value: $from) -> Self {
+                    let $options = &mut self.options;
+                    $set;
+                    self
+                }
+            )*
+        }
+    };
+}
+
+settings! {
+    /// The NICs to use, by name (`mlx5_0`), the first [`nics`](RdmaTransport::nics) of them. By
+    /// default those that are usable, in turns by the rank's number on its host.
+    devices: &[&str] => |o, names| o.devices = names.iter().map(|&name| name.to_owned()).collect();
+    /// How many NICs a rank uses, 1 to 8; large puts are divided among them. Default 1.
+    nics: usize => |o, count| o.nics = count;
+    /// The NICs' port, from 1. By default the first that is active.
+    port: u32 => |o, port| o.port = Some(port);
+    /// The index of the GID. By default RoCE v2 over IPv4, then over IPv6, then what there is; none
+    /// on InfiniBand, where local identifiers do.
+    gid_index: u32 => |o, index| o.gid_index = Some(index);
+    /// Queue pairs per peer and NIC, 1 to 16; large puts are divided among them. Default 1.
+    queue_pairs: usize => |o, count| o.queue_pairs = count;
+    /// The InfiniBand service level or, on RoCE, the priority, 0 to 15. Default 0.
+    service_level: u8 => |o, level| o.service_level = level;
+    /// The traffic class (on RoCE v2 the DSCP and ECN bits). Default 0.
+    traffic_class: u8 => |o, class| o.traffic_class = class;
+    /// The index of the partition key. Default 0.
+    pkey_index: u16 => |o, index| o.pkey_index = index;
+    /// The largest packet in bytes, 256 to 4096. By default what both ports can.
+    mtu: u32 => |o, bytes| o.mtu = Some(bytes);
+    /// How long an answer to a packet may take: 4.096 µs × 2^`exponent`, 1 to 31. Default 14 (67 ms).
+    ack_timeout: u8 => |o, exponent| o.timeout = exponent;
+    /// How often a packet is sent again before its peer counts as lost, 0 to 6. Default 6.
+    retries: u8 => |o, count| o.retries = count;
+    /// Writes that a peer can have under way per NIC, 8 to 4096. Default 128.
+    depth: usize => |o, count| o.depth = count;
+    /// The largest write in bytes; longer puts are split. Default 1 MiB.
+    max_write: usize => |o, bytes| o.piece = bytes;
+    /// Bytes that a rank can have under way per NIC. Default 16 MiB.
+    max_in_flight: usize => |o, bytes| o.in_flight = bytes;
+    /// Whether the NIC may write messages to memory in any order (PCIe relaxed ordering), which is
+    /// safe as every write is counted by itself. Default true.
+    relaxed_ordering: bool => |o, on| o.relaxed = on;
+    /// Whether proxies are bound to the cores near their NIC. Default true.
+    pin_proxies: bool => |o, on| o.pin = on;
+    /// Whether proxies never sleep: the lowest latency, at the price of a core each. Default false.
+    busy_polling: bool => |o, on| o.busy = on;
+    /// The node this rank counts as part of. By default its host: ranks of a node map each other's
+    /// windows. Setting it lets one host stand for several nodes.
+    node: u64 => |o, node| o.node = Some(node);
+}
+
+impl RdmaTransport {
+    /// Everything by default.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// What the variables `EP_RDMA_DEVICES` (names with commas between), `EP_RDMA_NICS`, `_PORT`,
+    /// `_GID_INDEX`, `_QUEUE_PAIRS`, `_SERVICE_LEVEL`, `_TRAFFIC_CLASS`, `_PKEY_INDEX`, `_MTU`,
+    /// `_TIMEOUT`, `_RETRIES` and `_NODE` say, the default where one is not set.
+    ///
+    /// # Errors
+    /// An argument error naming a variable that cannot be read.
+    pub fn from_env() -> Result<Self> {
+        let mut options = Options::default();
+        options.read(|name| std::env::var(name).ok())?;
+        Ok(Self { options })
+    }
+}
+
+impl Transport for RdmaTransport {
+    fn name(&self) -> &'static str {
+        "rdma"
+    }
+
+    fn open(&self, group: &Group, spec: WindowSpec, deadline: Deadline) -> Result<Arc<dyn Link>> {
+        spec.agree(group, self.name(), deadline)?;
+        // A rank whose options are wrong must not leave the others waiting.
+        together(group, self.options.check(), |()| Vec::new(), deadline)?;
+        group.agree(OP, &self.options.shared(), deadline)?;
+        let nodes = Nodes::meet(group, self.options.node, deadline)?;
+        let layout = Layout::new(spec, group.world(), self.options.nics)?;
+        let regions = nodes.share(group, layout.bytes, deadline);
+        let prepared = regions.and_then(|regions| {
+            let own = regions[group.rank()].clone().expect("a rank has a window");
+            Ok((regions, self.prepare(group, &nodes, &own)?))
+        });
+        let card = |endpoint: &(Endpoint, Vec<u32>)| endpoint.0.card();
+        let cards = |(_, endpoints): &(_, Vec<_>)| -> Vec<u8> {
+            let cards: Vec<Card> = endpoints.iter().map(card).collect();
+            postcard::to_stdvec(&cards).expect("plain data")
+        };
+        let ((regions, mut endpoints), all) = together(group, prepared, cards, deadline)?;
+        let connected = self.connect(group.rank(), &nodes, &mut endpoints, &all);
+        let opened = Opened { group: group.clone(), spec, layout, regions, nodes };
+        let started = connected.and_then(|()| RdmaLink::start(opened, endpoints, &self.options));
+        // Nobody writes before all are connected.
+        let (link, _) = together(group, started, |_| Vec::new(), deadline)?;
+        Ok(link)
+    }
+}
+
+impl RdmaTransport {
+    /// Chooses and opens this rank's NICs, each with the cores near it.
+    fn prepare(
+        &self,
+        group: &Group,
+        nodes: &Nodes,
+        own: &Arc<dyn Region>,
+    ) -> Result<Vec<(Endpoint, Vec<u32>)>> {
+        if nodes.bulk().is_empty() {
+            return Ok(Vec::new());
+        }
+        let host = Host::observe(Path::new("/sys"), Path::new("/proc"), Path::new("/dev"));
+        let chosen = options::choose(&host.nics, &self.options, nodes.local())?;
+        let open = |one: &Chosen| {
+            let cores =
+                if self.options.pin { link::cores_near(&host, one.numa_node) } else { Vec::new() };
+            let bulk = nodes.bulk();
+            Ok((Endpoint::open(one, own, bulk, group.world(), &self.options)?, cores))
+        };
+        chosen.iter().map(open).collect()
+    }
+
+    fn connect(
+        &self,
+        rank: usize,
+        nodes: &Nodes,
+        endpoints: &mut [(Endpoint, Vec<u32>)],
+        all: &[Vec<u8>],
+    ) -> Result<()> {
+        for &peer in nodes.bulk() {
+            let cards: Vec<Card> =
+                postcard::from_bytes(&all[peer]).map_err(|_| unreadable(peer))?;
+            if cards.len() != endpoints.len() {
+                return Err(unreadable(peer));
+            }
+            for ((endpoint, _), card) in endpoints.iter_mut().zip(&cards) {
+                endpoint.connect(rank, peer, card, &self.options)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// What ranks tell each other of a step: what came out of it, or why it failed.
+#[derive(Serialize, Deserialize)]
+enum Told {
+    Done(Vec<u8>),
+    Failed(i32, String),
+}
+
+/// Ends a step that every rank does by itself: all get what all made of it, or all fail.
+fn together<T>(
+    group: &Group,
+    own: Result<T>,
+    tell: impl FnOnce(&T) -> Vec<u8>,
+    deadline: Deadline,
+) -> Result<(T, Vec<Vec<u8>>)> {
+    let told = match &own {
+        Ok(value) => Told::Done(tell(value)),
+        Err(error) => {
+            let (code, why) = problem(error);
+            Told::Failed(code, why)
+        }
+    };
+    let told = postcard::to_stdvec(&told).expect("plain data");
+    let all = group.all_gather_within(OP, &told, deadline)?;
+    let own = own?;
+    let mut values = Vec::with_capacity(all.len());
+    for (rank, bytes) in all.iter().enumerate() {
+        match postcard::from_bytes(bytes) {
+            Ok(Told::Done(value)) => values.push(value),
+            Ok(Told::Failed(code, why)) => return Err(theirs(rank, (code, why))),
+            Err(_) => return Err(unreadable(rank)),
+        }
+    }
+    Ok((own, values))
+}
+
+/// What the others need to make the same error of it.
+fn problem(error: &TransportError) -> (i32, String) {
+    // Zero says that all is well, so an error without a number gets one.
+    let code = error.code().filter(|&code| code != 0).unwrap_or(libc::EIO);
+    (code, error.to_string())
+}
+
+/// The error of `rank`, as the others have it.
+fn theirs(rank: usize, (code, why): (i32, String)) -> TransportError {
+    let detail = format!("rank {rank} cannot take part: {why}");
+    TransportError::Os { op: OP, peer: Some(rank), code, detail }
+}
+
+fn unreadable(rank: usize) -> TransportError {
+    let detail = format!("rank {rank} sent no card of this library");
+    TransportError::Unsupported { op: OP, detail }
+}

@@ -1,0 +1,121 @@
+//! Which ranks share a host, and the memory they share.
+
+use std::sync::Arc;
+
+use serde::{Deserialize, Serialize};
+
+use super::{OP, theirs};
+use crate::host_link::Region;
+use crate::rendezvous::host::HostId;
+use crate::{Deadline, Group, Result, process};
+
+/// Where a rank says it is.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct Place {
+    host: HostId,
+    node: Option<u64>,
+}
+
+impl Place {
+    fn shares(&self, other: &Self) -> bool {
+        self.node == other.node && (self.node.is_some() || self.host.shares(&other.host))
+    }
+}
+
+/// The ranks' nodes, as seen by one rank.
+#[derive(Debug)]
+pub(super) struct Nodes {
+    /// The first rank of each rank's node.
+    heads: Vec<usize>,
+    /// The ranks of this rank's node, itself included.
+    members: Vec<usize>,
+    bulk: Vec<usize>,
+    rank: usize,
+}
+
+impl Nodes {
+    /// Asks everyone where it is.
+    pub(super) fn meet(group: &Group, node: Option<u64>, deadline: Deadline) -> Result<Self> {
+        let place = Place { host: HostId::here(), node };
+        let bytes = postcard::to_stdvec(&place).expect("plain data");
+        let all = group.all_gather_within(OP, &bytes, deadline)?;
+        let places: Result<Vec<Place>> = all
+            .iter()
+            .enumerate()
+            .map(|(rank, bytes)| postcard::from_bytes(bytes).map_err(|_| super::unreadable(rank)))
+            .collect();
+        Ok(Self::of(&places?, group.rank()))
+    }
+
+    fn of(places: &[Place], rank: usize) -> Self {
+        let head = |one: &Place| places.iter().position(|other| one.shares(other));
+        // A rank that does not say where it is shares nothing, not even with itself.
+        let heads: Vec<usize> =
+            places.iter().enumerate().map(|(i, one)| head(one).unwrap_or(i)).collect();
+        let of_mine = |r: &usize| heads[*r] == heads[rank];
+        let (members, bulk) = (0..places.len()).partition(of_mine);
+        Self { heads, members, bulk, rank }
+    }
+
+    /// The peers on other nodes.
+    pub(super) fn bulk(&self) -> &[usize] {
+        &self.bulk
+    }
+
+    /// This rank's number among those of its node.
+    pub(super) fn local(&self) -> usize {
+        self.members.iter().take_while(|&&rank| rank != self.rank).count()
+    }
+
+    /// How many ranks the node has.
+    pub(super) fn len(&self) -> usize {
+        self.members.len()
+    }
+
+    /// Makes this rank's region and maps those of its node's ranks; by rank. A collective.
+    pub(super) fn share(
+        &self,
+        group: &Group,
+        bytes: usize,
+        deadline: Deadline,
+    ) -> Result<Vec<Option<Arc<dyn Region>>>> {
+        let node = group.split(self.heads[self.rank] as u32, self.rank as i64)?;
+        let shared = process::share_memfd(&node, bytes, deadline);
+        let shared = shared.map_err(|error| match error.peer() {
+            // Ranks are numbered within the node there.
+            Some(peer) => theirs(self.members[peer], super::problem(&error)),
+            None => error,
+        })?;
+        let mut regions = vec![None; group.world()];
+        for (&rank, region) in self.members.iter().zip(shared) {
+            regions[rank] = Some(region);
+        }
+        Ok(regions)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn place(name: &str, node: Option<u64>) -> Place {
+        let host = HostId { boot: "b".into(), name: name.into(), network: "net:[1]".into() };
+        Place { host, node }
+    }
+
+    #[test]
+    fn ranks_of_a_host_are_a_node_unless_they_say_otherwise() {
+        let (a, b) = (place("a", None), place("b", None));
+        let nodes = Nodes::of(&[a.clone(), b.clone(), a.clone(), b, a], 2);
+        assert_eq!((nodes.members.as_slice(), nodes.bulk()), (&[0, 2, 4][..], &[1, 3][..]));
+        assert_eq!((nodes.local(), nodes.len()), (1, 3));
+        let nodes = Nodes::of(&[0, 0, 1, 1].map(|node| place("a", Some(node))), 3);
+        assert_eq!((nodes.members.as_slice(), nodes.bulk()), (&[2, 3][..], &[0, 1][..]));
+        let nodes = Nodes::of(&[place("a", None), place("a", Some(1))], 0);
+        assert_eq!(nodes.bulk(), [1]);
+        // Two that cannot tell which host they are on.
+        let lost = Place { host: HostId { boot: String::new(), ..place("a", None).host }, node: None };
+        let nodes = Nodes::of(&[lost.clone(), lost], 1);
+        assert_eq!((nodes.members.as_slice(), nodes.bulk()), (&[1][..], &[0][..]));
+    }
+}

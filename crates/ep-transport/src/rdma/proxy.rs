@@ -1,0 +1,404 @@
+//! The thread that talks to a NIC: takes commands, posts writes, counts what arrives.
+//!
+//! It makes no call of a GPU's driver, so that it can never wait for one. Whoever waits on this rank
+//! waits on its flags or for a ticket; both are written here.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use super::arrivals::{Arrivals, Immediate};
+use super::device::{Completion, Device, Id, Kind};
+use super::layout::CREDIT;
+use super::pair::Write;
+use super::sender::{Credit, Limits, Peer, Post, Pushed, What};
+use super::shared::{Order, Shared};
+use super::tickets::Tickets;
+use crate::ring::Consumer;
+use crate::{Deadline, Result, TransportError};
+
+/// Commands taken, and writes posted per peer, before others get their turn.
+const BURST: usize = 32;
+/// A proxy with nothing to do polls for so long before it sleeps.
+const SPIN: Duration = Duration::from_micros(20);
+/// The longest sleep: a safety net, and how soon news of the group are seen.
+const SLICE: Duration = Duration::from_millis(50);
+/// Credit comes as a plain write, which wakes nobody: who waits for it looks this often.
+const STARVED: Duration = Duration::from_millis(1);
+/// How long a failed write waits for the news that its peer has left in good order.
+const NEWS: Duration = Duration::from_millis(300);
+
+/// What a proxy knows of one bulk peer.
+#[derive(Debug)]
+struct Remote {
+    sender: Peer,
+    arrivals: Arrivals,
+    consumed: u32,
+    /// What the peer was told last, and whether that is under way.
+    told: Credit,
+    telling: bool,
+    gone: bool,
+}
+
+/// The settings of a proxy.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Setup {
+    pub nic: usize,
+    pub limits: Limits,
+    /// Bytes under way on this NIC.
+    pub in_flight: usize,
+    /// Never sleeps.
+    pub busy: bool,
+    /// How long what is under way may take once the link is dropped.
+    pub drain: Duration,
+}
+
+#[derive(Debug)]
+pub(super) struct Proxy<D> {
+    setup: Setup,
+    device: D,
+    commands: Consumer,
+    bell: Arc<OwnedFd>,
+    shared: Arc<Shared>,
+    remotes: Vec<Option<Remote>>,
+    tickets: Tickets,
+    in_flight: usize,
+    completions: Vec<Completion>,
+    /// Where the round of peers starts.
+    first: usize,
+    /// Failures whose peers may turn out to have left: peer, error, and until when.
+    doubtful: Vec<(usize, TransportError, Deadline)>,
+}
+
+impl<D: Device> Proxy<D> {
+    /// `bulk` are the peers that are reached through this NIC.
+    pub(super) fn new(
+        setup: Setup,
+        device: D,
+        commands: Consumer,
+        bell: Arc<OwnedFd>,
+        shared: Arc<Shared>,
+        bulk: &[usize],
+    ) -> Self {
+        let mut remotes: Vec<Option<Remote>> = (0..shared.world()).map(|_| None).collect();
+        for &peer in bulk {
+            remotes[peer] = Some(Remote {
+                sender: Peer::new(setup.limits),
+                arrivals: Arrivals::new(),
+                consumed: 0,
+                told: Credit::default(),
+                telling: false,
+                gone: false,
+            });
+        }
+        Self {
+            setup,
+            device,
+            commands,
+            bell,
+            shared,
+            remotes,
+            tickets: Tickets::default(),
+            in_flight: 0,
+            completions: Vec::with_capacity(BURST),
+            first: 0,
+            doubtful: Vec::new(),
+        }
+    }
+
+    /// Works until the link is dropped and everything it was told is done.
+    pub(super) fn run(mut self) {
+        if let Err(error) = self.work() {
+            self.shared.fail_all(&error);
+        }
+        self.shared.retire(self.setup.nic, u64::MAX);
+    }
+
+    fn work(&mut self) -> Result<()> {
+        let mut idle: Option<Instant> = None;
+        let mut ending: Option<Deadline> = None;
+        loop {
+            let mut busy = self.take();
+            busy |= self.reap()?;
+            busy |= self.post()?;
+            self.tell()?;
+            self.judge();
+            self.shared.retire(self.setup.nic, self.tickets.retire());
+            if self.shared.stopping() {
+                let deadline = *ending.get_or_insert_with(|| Deadline::after(self.setup.drain));
+                let done = self.tickets.is_empty() && self.commands.is_empty();
+                if done || deadline.expired() {
+                    return Ok(());
+                }
+            }
+            if busy {
+                idle = None;
+                continue;
+            }
+            let since = *idle.get_or_insert_with(Instant::now);
+            if self.setup.busy || (self.shared.spins() && since.elapsed() < SPIN) {
+                std::hint::spin_loop();
+            } else {
+                self.sleep()?;
+                idle = None;
+            }
+        }
+    }
+
+    /// Takes commands from the ring.
+    fn take(&mut self) -> bool {
+        for taken in 0..BURST {
+            let Some(command) = self.commands.pop() else { return taken > 0 };
+            let ticket = self.tickets.push();
+            let order = Order::decode(&command);
+            let remote = self.remotes[order.peer()].as_mut().filter(|remote| !remote.gone);
+            let queued = match (remote, order) {
+                // What is for a peer that has gone is done with.
+                (None, _) => false,
+                (Some(remote), Order::Put { from, to, bytes, .. }) => {
+                    remote.sender.push_put(from, to, bytes, ticket) == Pushed::Queued
+                }
+                (Some(remote), Order::Signal { flag, parts, .. }) => {
+                    remote.sender.push_signal(flag, parts, ticket);
+                    true
+                }
+            };
+            if !queued {
+                self.tickets.close(ticket);
+            }
+        }
+        true
+    }
+
+    /// Posts what may be posted, peer by peer.
+    fn post(&mut self) -> Result<bool> {
+        let (world, first) = (self.remotes.len(), self.first);
+        let mut posted = false;
+        for peer in (0..world).map(|i| (first + i) % world) {
+            for _ in 0..BURST {
+                if self.in_flight >= self.setup.in_flight {
+                    self.first = peer;
+                    return Ok(posted);
+                }
+                let Some(remote) = self.remotes[peer].as_mut() else { break };
+                if remote.sender.starved() {
+                    let at = self.shared.layout.credit_in(peer, self.setup.nic);
+                    remote.sender.credit(self.shared.words.credit(at));
+                }
+                let Some((post, ticket, last)) = remote.sender.next() else { break };
+                self.tickets.posted(ticket);
+                if last {
+                    self.tickets.close(ticket);
+                }
+                self.start(peer, &post)?;
+                posted = true;
+            }
+        }
+        Ok(posted)
+    }
+
+    fn start(&mut self, peer: usize, post: &Post) -> Result<()> {
+        let (shared, nic) = (&self.shared, self.setup.nic);
+        let (from, to, bytes) = match post.what {
+            What::Bytes { from, to, bytes } => (from, to, bytes),
+            What::Record(record) => {
+                let from = shared.layout.record_out(peer, nic, record.epoch);
+                // Free: the epoch that had the place before is complete at the peer.
+                shared.words.set_record(from, &record);
+                (from, shared.layout.record_in(shared.rank(), nic, record.epoch), size_of_val(&record))
+            }
+        };
+        if let What::Bytes { .. } = post.what {
+            self.in_flight += bytes;
+        }
+        let id = Id { kind: Kind::Write, peer, pair: post.pair };
+        let immediate = Some(post.immediate);
+        self.write(id, (from, to, bytes), immediate, post.signalled)
+    }
+
+    fn write(
+        &mut self,
+        id: Id,
+        (from, to, bytes): (usize, usize, usize),
+        immediate: Option<u32>,
+        signalled: bool,
+    ) -> Result<()> {
+        let (remote, remote_key) = self.device.remote(id.peer, to);
+        let write = Write {
+            id: id.encode(),
+            local: self.shared.words.address(from),
+            local_key: self.device.local_key(),
+            bytes: bytes as u32,
+            remote,
+            remote_key,
+            immediate,
+            signalled,
+        };
+        // SAFETY: puts lie in the window, whose bytes the caller leaves alone until they are
+        // flushed; records and credit are left alone here until they are done.
+        unsafe { self.device.write(id.peer, id.pair, &write) }
+    }
+
+    /// Takes what the NIC reports.
+    fn reap(&mut self) -> Result<bool> {
+        let mut completions = std::mem::take(&mut self.completions);
+        completions.clear();
+        let polled = self.device.poll(&mut completions);
+        let any = !completions.is_empty();
+        for completion in completions.drain(..) {
+            match completion {
+                Completion::Written(id) => self.written(id),
+                Completion::Arrived { id, immediate } => self.arrived(id, immediate)?,
+                Completion::Failed { id, status, detail } => self.failed(id, status, &detail),
+            }
+        }
+        self.completions = completions;
+        polled.map(|()| any)
+    }
+
+    fn written(&mut self, id: Id) {
+        let Some(remote) = self.remotes[id.peer].as_mut() else { return };
+        if id.kind == Kind::Tell {
+            remote.telling = false;
+            return;
+        }
+        remote.sender.completed(id.pair, |done| {
+            self.tickets.done(done.ticket);
+            self.in_flight -= done.bytes;
+        });
+    }
+
+    fn arrived(&mut self, id: Id, immediate: Option<u32>) -> Result<()> {
+        self.device.receive(id.peer, id.pair)?;
+        let Some(remote) = self.remotes[id.peer].as_mut().filter(|r| !r.gone) else { return Ok(()) };
+        remote.consumed = remote.consumed.wrapping_add(1);
+        let counted = immediate.and_then(Immediate::decode).ok_or_else(|| "no immediate".to_owned());
+        let counted = counted.and_then(|immediate| {
+            if !immediate.signal {
+                return remote.arrivals.write(immediate.epoch);
+            }
+            let (source, epoch) = (id.peer, u32::from(immediate.epoch));
+            let at = self.shared.layout.record_in(source, self.setup.nic, epoch);
+            remote.arrivals.signal(immediate.epoch, self.shared.words.record(at))
+        });
+        if let Err(detail) = counted {
+            let detail = format!("what arrives does not add up: {detail}");
+            self.lose(id.peer, self.error(id, libc::EPROTO, &detail));
+            return Ok(());
+        }
+        while let Some(record) = remote.arrivals.due() {
+            if !self.shared.part_came(id.peer, record.flag, record.parts) {
+                let detail = format!("it signalled what is no flag: {record:?}");
+                let error = self.error(id, libc::EPROTO, &detail);
+                self.lose(id.peer, error);
+                return Ok(());
+            }
+        }
+        Ok(())
+    }
+
+    /// Tells peers of the room they have made no use of yet, a quarter at a time.
+    fn tell(&mut self) -> Result<()> {
+        let depth = self.setup.limits.depth;
+        for peer in 0..self.remotes.len() {
+            let Some(remote) = self.remotes[peer].as_mut() else { continue };
+            let now =
+                Credit { immediates: remote.consumed, epochs: remote.arrivals.complete() };
+            let news = now.immediates.wrapping_sub(remote.told.immediates) >= (depth / 4).max(1)
+                || now.epochs.wrapping_sub(remote.told.epochs) >= super::arrivals::WINDOW / 4;
+            if !news || remote.telling || remote.gone {
+                continue;
+            }
+            (remote.told, remote.telling) = (now, true);
+            let (shared, nic) = (&self.shared, self.setup.nic);
+            let from = shared.layout.credit_out(peer, nic);
+            shared.words.set_credit(from, now);
+            let to = shared.layout.credit_in(shared.rank(), nic);
+            let id = Id { kind: Kind::Tell, peer, pair: 0 };
+            self.write(id, (from, to, CREDIT), None, true)?;
+        }
+        Ok(())
+    }
+
+    fn error(&self, id: Id, status: i32, detail: &str) -> TransportError {
+        let pair = self.device.number(id.peer, id.pair);
+        TransportError::Completion {
+            op: "rdma",
+            peer: id.peer,
+            queue_pair: pair,
+            status,
+            detail: detail.to_owned(),
+        }
+    }
+
+    /// A queue pair is broken. That is a failure if there was something to be done on it, unless
+    /// the peer has left: then it wanted nothing more, and its last answers went with it.
+    fn failed(&mut self, id: Id, status: i32, detail: &str) {
+        let Some(remote) = self.remotes[id.peer].as_mut() else { return };
+        if remote.gone {
+            return;
+        }
+        if id.kind == Kind::Write || !remote.sender.idle() {
+            let error = self.error(id, status, detail);
+            if !self.doubtful.iter().any(|(peer, ..)| *peer == id.peer) {
+                self.doubtful.push((id.peer, error, Deadline::after(NEWS)));
+            }
+            self.judge();
+        }
+    }
+
+    /// Decides about failures whose peers may have left.
+    fn judge(&mut self) {
+        for (peer, error, until) in std::mem::take(&mut self.doubtful) {
+            if self.shared.left(peer) {
+                self.forget(peer);
+            } else if until.expired() || self.shared.is_lost(peer) {
+                self.lose(peer, error);
+            } else {
+                self.doubtful.push((peer, error, until));
+            }
+        }
+    }
+
+    /// The peer cannot be reached any more: an error for everyone.
+    fn lose(&mut self, peer: usize, error: TransportError) {
+        self.shared.fail(peer, &error);
+        self.forget(peer);
+    }
+
+    /// Nothing more is done for `peer`, and what was under way is done with.
+    fn forget(&mut self, peer: usize) {
+        let Some(remote) = self.remotes[peer].as_mut() else { return };
+        remote.gone = true;
+        let (tickets, in_flight) = (&mut self.tickets, &mut self.in_flight);
+        let mut dropped = Vec::new();
+        remote.sender.clear(
+            |done| {
+                tickets.done(done.ticket);
+                *in_flight -= done.bytes;
+            },
+            |ticket| dropped.push(ticket),
+        );
+        dropped.into_iter().for_each(|ticket| self.tickets.close(ticket));
+    }
+
+    /// Sleeps until a command, a completion, or a while has come.
+    fn sleep(&mut self) -> Result<()> {
+        self.device.arm()?;
+        // What came before arming would ring no more.
+        if self.reap()? || !self.commands.prepare_sleep() {
+            self.commands.awake();
+            return Ok(());
+        }
+        let waits = |r: &Remote| r.sender.waiting();
+        let starved = self.remotes.iter().flatten().any(waits) || !self.doubtful.is_empty();
+        let bound = if starved || self.shared.stopping.load(Ordering::Acquire) { STARVED } else { SLICE };
+        let slept = self.device.sleep(self.bell.as_fd(), bound);
+        self.commands.awake();
+        let mut rings = [0u8; 8];
+        // Nothing to read is fine: the descriptor does not block.
+        let _ = rustix::io::read(&*self.bell, &mut rings);
+        slept
+    }
+}

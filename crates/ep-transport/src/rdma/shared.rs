@@ -1,0 +1,227 @@
+//! What a link and its proxies share.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+
+use parking_lot::{Condvar, Mutex};
+
+use super::layout::{Layout, Words};
+use crate::flags::FlagBoard;
+use crate::ring::Command;
+use crate::{Deadline, Group, Result, TransportError};
+
+/// A command, as it goes through the ring.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Order {
+    Put { peer: usize, from: usize, to: usize, bytes: usize },
+    Signal { peer: usize, flag: u32, parts: u32 },
+}
+
+impl Order {
+    pub(super) fn peer(&self) -> usize {
+        match self {
+            Self::Put { peer, .. } | Self::Signal { peer, .. } => *peer,
+        }
+    }
+
+    pub(super) fn encode(self) -> Command {
+        match self {
+            Self::Put { peer, from, to, bytes } => {
+                [0, peer as u64, from as u64, to as u64, bytes as u64, 0, 0]
+            }
+            Self::Signal { peer, flag, parts } => {
+                [1, peer as u64, flag.into(), parts.into(), 0, 0, 0]
+            }
+        }
+    }
+
+    pub(super) fn decode(command: &Command) -> Self {
+        let [kind, peer, a, b, c, ..] = *command;
+        let peer = peer as usize;
+        if kind == 0 {
+            Self::Put { peer, from: a as usize, to: b as usize, bytes: c as usize }
+        } else {
+            Self::Signal { peer, flag: a as u32, parts: b as u32 }
+        }
+    }
+}
+
+#[derive(Debug)]
+pub(super) struct Shared {
+    pub group: Group,
+    pub board: FlagBoard,
+    pub layout: Layout,
+    pub words: Words,
+    /// Parts of a signal that have come, by flag and source: one NIC each.
+    parts: Vec<AtomicU32>,
+    /// Up to which command each NIC's are done.
+    retired: Vec<AtomicU64>,
+    waiters: Mutex<()>,
+    progress: Condvar,
+    waiting: AtomicU32,
+    /// The failure of each peer, if it has failed.
+    failures: Mutex<Vec<Option<TransportError>>>,
+    any_failure: AtomicBool,
+    pub stopping: AtomicBool,
+    spin: bool,
+}
+
+impl Shared {
+    pub(super) fn new(
+        group: Group,
+        board: FlagBoard,
+        layout: Layout,
+        words: Words,
+        nics: usize,
+        spin: bool,
+    ) -> Arc<Self> {
+        let world = group.world();
+        let parts = (0..world * board.flags() as usize).map(|_| AtomicU32::new(0)).collect();
+        Arc::new(Self {
+            failures: Mutex::new(vec![None; world]),
+            group,
+            board,
+            layout,
+            words,
+            parts,
+            retired: (0..nics).map(|_| AtomicU64::new(0)).collect(),
+            waiters: Mutex::new(()),
+            progress: Condvar::new(),
+            waiting: AtomicU32::new(0),
+            any_failure: AtomicBool::new(false),
+            stopping: AtomicBool::new(false),
+            spin,
+        })
+    }
+
+    pub(super) fn rank(&self) -> usize {
+        self.group.rank()
+    }
+
+    pub(super) fn world(&self) -> usize {
+        self.group.world()
+    }
+
+    /// Whether there are cores for proxies that poll.
+    pub(super) fn spins(&self) -> bool {
+        self.spin
+    }
+
+    pub(super) fn stopping(&self) -> bool {
+        self.stopping.load(Ordering::Acquire)
+    }
+
+    pub(super) fn left(&self, peer: usize) -> bool {
+        self.group.health().has_left(peer)
+    }
+
+    pub(super) fn is_lost(&self, peer: usize) -> bool {
+        self.group.health().is_lost(peer)
+    }
+
+    /// One NIC's part of a signal of `source` is due; raises the flag once all are. False if there
+    /// is no such flag.
+    pub(super) fn part_came(&self, source: usize, flag: u32, parts: u32) -> bool {
+        if flag >= self.board.flags() || parts == 0 || parts as usize > self.retired.len() {
+            return false;
+        }
+        if parts > 1 {
+            let count = &self.parts[flag as usize * self.world() + source];
+            // AcqRel: whoever brings the last part has seen what came with the others.
+            if count.fetch_add(1, Ordering::AcqRel) + 1 < parts {
+                return true;
+            }
+            // The source raises a flag again only after it was consumed.
+            count.store(0, Ordering::Relaxed);
+        }
+        self.board.set(flag, source);
+        true
+    }
+
+    /// All commands of `nic` before `ticket` are done.
+    pub(super) fn retire(&self, nic: usize, ticket: u64) {
+        if self.retired[nic].swap(ticket, Ordering::SeqCst) != ticket
+            && self.waiting.load(Ordering::SeqCst) > 0
+        {
+            // Taking the lock orders this after a waiter's look and before its sleep, or before
+            // that look.
+            drop(self.waiters.lock());
+            self.progress.notify_all();
+        }
+    }
+
+    /// Waits until each NIC's commands before the given ticket are done.
+    pub(super) fn wait_retired(
+        &self,
+        op: &'static str,
+        tickets: &[u64],
+        deadline: Deadline,
+    ) -> Result<()> {
+        let done = || {
+            let all = tickets.iter().zip(&self.retired);
+            all.into_iter().all(|(&ticket, retired)| retired.load(Ordering::SeqCst) >= ticket)
+        };
+        if done() {
+            return self.check();
+        }
+        self.waiting.fetch_add(1, Ordering::SeqCst);
+        let outcome = loop {
+            let mut guard = self.waiters.lock();
+            if done() {
+                break self.check();
+            }
+            let health = self.group.health().check(op).and_then(|()| self.check());
+            if health.is_err() {
+                break health;
+            }
+            if deadline.expired() {
+                let (peers, after) = (Vec::new(), deadline.length());
+                let hint = ": the NIC has not sent everything".into();
+                break Err(TransportError::Timeout { op, peers, after, hint });
+            }
+            let slice = deadline.remaining().min(std::time::Duration::from_millis(50));
+            self.progress.wait_for(&mut guard, slice);
+        };
+        self.waiting.fetch_sub(1, Ordering::SeqCst);
+        outcome
+    }
+
+    /// Fails if a peer has failed.
+    pub(super) fn check(&self) -> Result<()> {
+        if !self.any_failure.load(Ordering::Acquire) {
+            return Ok(());
+        }
+        match self.failures.lock().iter().flatten().next() {
+            Some(error) => Err(error.clone()),
+            None => Ok(()),
+        }
+    }
+
+    /// Records that `peer` cannot be reached and tells everyone.
+    pub(super) fn fail(&self, peer: usize, error: &TransportError) {
+        self.failures.lock()[peer].get_or_insert_with(|| error.clone());
+        self.any_failure.store(true, Ordering::Release);
+        self.group.report(error);
+    }
+
+    /// Records that nothing works any more and tells everyone.
+    pub(super) fn fail_all(&self, error: &TransportError) {
+        self.fail(self.rank(), error);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn orders_come_back() {
+        let orders = [
+            Order::Put { peer: 5, from: 1 << 40, to: 7, bytes: 123 },
+            Order::Signal { peer: 1023, flag: 9, parts: 2 },
+        ];
+        for order in orders {
+            assert_eq!(Order::decode(&order.encode()), order);
+        }
+    }
+}
