@@ -24,15 +24,16 @@
 //!   saw, so that they rarely touch the line that the consumer writes; those who share one
 //!   [`Producer`] hand that on with Release and Acquire too.
 //! * Claim: a Relaxed compare-exchange. It orders nothing; it only makes tickets unique and dense.
-//! * Sleep: the consumer stores 1 to the doorbell, a SeqCst fence, looks at its cell, and sleeps
+//! * Sleep: the consumer swaps 1 into the doorbell, a SeqCst fence, looks at its cell, and sleeps
 //!   if that is not published. A producer publishes, a SeqCst fence, looks at the doorbell. One of
 //!   the two fences comes first: if the producer's, the consumer sees the publication and stays
 //!   awake; if the consumer's, the producer sees the doorbell. Then it swaps it for 0, and only who
 //!   gets the 1 out of it calls the waker, hence one wake at most per announcement. What must be
 //!   published for the consumer to go on is the cell at its position, and it is whoever publishes
-//!   that cell who finds the doorbell set (others may wake it earlier, in vain). A doorbell that
-//!   lags costs nothing: a swap that gets a 0 comes after [`Consumer::awake`], and the next
-//!   announcement looks at the cell again behind its own fence.
+//!   that cell who finds the doorbell set (others may wake it earlier, in vain). A producer
+//!   that finds or gets a 0 wakes nobody: its fence came before the next announcement's, which
+//!   will see what it published. That the 0 is older than the announcement is stated by the swaps'
+//!   Acquire (consumer) and Release (producer).
 //!
 //! # A GPU as producer
 //! The memory is page-locked, mapped and not write-combined. A thread writes the payload with plain
@@ -262,7 +263,7 @@ impl Producer {
         let doorbell = self.memory.doorbell();
         // The load keeps the line shared among producers while the consumer is awake.
         if doorbell.load(Ordering::Relaxed) == ASLEEP
-            && doorbell.swap(AWAKE, Ordering::Relaxed) == ASLEEP
+            && doorbell.swap(AWAKE, Ordering::Release) == ASLEEP
         {
             (self.waker)();
         }
@@ -333,7 +334,7 @@ impl Consumer {
     }
 
     fn announce(&mut self, bell: Ordering) -> bool {
-        self.memory.doorbell().store(ASLEEP, Ordering::Relaxed);
+        self.memory.doorbell().swap(ASLEEP, Ordering::Acquire);
         fence(bell);
         let sleep = self.is_empty();
         if !sleep {
