@@ -2,7 +2,7 @@
 //!
 //! A rank's board, in one page-locked piece of shared memory: a `u32` per (flag, source), each in a
 //! cache line of its own; then per flag a `u32` that says that a stream waits for it; then the words
-//! of [`StreamSide`]. Streams write and await the words by memory operations, hosts by atomics.
+//! of [`StreamSide`]; then those of [`Pacing`], which are for hosts only. Streams write and await the words by memory operations, hosts by atomics.
 
 use std::collections::HashMap;
 use std::ffi::c_void;
@@ -12,7 +12,7 @@ use std::sync::{Arc, LazyLock, Weak};
 use parking_lot::Mutex;
 
 use super::driver::{Gpu, OP};
-use crate::{Link, Reach, Result, StreamSide, TransportError};
+use crate::{Beside, Link, Pacing, Reach, Result, StreamSide, TransportError};
 
 const LINE: usize = 64;
 /// `CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP`.
@@ -46,8 +46,12 @@ impl Map {
         (self.progress() + 8 * self.flags as usize).next_multiple_of(LINE)
     }
 
-    pub fn bytes(&self) -> usize {
+    fn pacing(&self) -> usize {
         self.poisoned() + LINE
+    }
+
+    pub fn bytes(&self) -> usize {
+        self.pacing() + Pacing::bytes(self.flags, self.world)
     }
 }
 
@@ -104,7 +108,7 @@ pub(super) struct Board {
     /// By rank: where the board is for the host and for GPUs.
     boards: Arc<Vec<(usize, Arc<Registered>)>>,
     /// Keeps the shared memory mapped. Unregistered before it is unmapped: fields drop in order.
-    _shared: Arc<dyn Link>,
+    shared: Arc<dyn Link>,
 }
 
 impl Board {
@@ -121,11 +125,16 @@ impl Board {
             Ok((at as usize, Registered::new(gpu, at, bytes)?))
         };
         let boards = (0..map.world).map(board).collect::<Result<Vec<_>>>()?;
-        Ok(Self { map, rank, boards: Arc::new(boards), _shared: shared })
+        Ok(Self { map, rank, boards: Arc::new(boards), shared })
     }
 
     pub fn flags(&self) -> u32 {
         self.map.flags
+    }
+
+    /// The counts by which waits stay behind signals, with where each rank is.
+    pub fn pacing(&self, beside: Vec<Beside>) -> Result<Pacing> {
+        Pacing::new(self.shared.clone(), self.map.pacing(), self.rank, self.map.flags, beside)
     }
 
     fn word(&self, rank: usize, offset: usize) -> &AtomicU32 {
@@ -213,10 +222,11 @@ mod tests {
                 .chain((0..flags).map(|f| (map.waiting(f), 4)))
                 .chain((0..flags as usize).map(|f| (map.progress() + 8 * f, 8)))
                 .chain([(map.poisoned(), 4)])
+                .chain([(map.pacing(), Pacing::bytes(flags, world))])
                 .collect();
             words.sort_unstable();
             assert!(words.windows(2).all(|w| w[0].0 + w[0].1 <= w[1].0));
-            assert!(words.iter().all(|w| w.0 % w.1 == 0 && w.0 + w.1 <= map.bytes()));
+            assert!(words.iter().all(|w| w.0 % w.1.min(8) == 0 && w.0 + w.1 <= map.bytes()));
         }
     }
 }

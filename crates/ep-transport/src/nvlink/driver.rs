@@ -106,6 +106,7 @@ functions! {
     stream_create: "cuStreamCreate" (*mut CUstream, c_uint);
     stream_destroy: "cuStreamDestroy_v2" (CUstream);
     stream_query: "cuStreamQuery" (CUstream);
+    stream_capturing: "cuStreamIsCapturing" (CUstream, *mut c_int);
     copy: "cuMemcpyAsync" (u64, u64, usize, CUstream);
     set: "cuMemsetD8Async" (u64, u8, usize, CUstream);
     write_value: "cuStreamWriteValue32_v2" (CUstream, u64, u32, c_uint);

@@ -10,8 +10,8 @@ use super::driver::{Gpu, MemOp};
 use super::memory::{Mapped, Setup};
 use super::watchdog::Watchdog;
 use crate::{
-    Deadline, Group, Link, Mapping, Memory, Put, Queue, Reach, Result, StreamSide, TransportError,
-    WindowSpec,
+    Deadline, Group, Link, Mapping, Memory, Pacing, Put, Queue, Reach, Result, StreamSide,
+    TransportError, WindowSpec,
 };
 
 /// `CU_STREAM_MEM_OP_WAIT_VALUE_32`, `CU_STREAM_MEM_OP_WRITE_VALUE_32`; `CU_STREAM_WAIT_VALUE_EQ`.
@@ -22,6 +22,8 @@ const EQUAL: u64 = 1;
 const BATCH: usize = 128;
 /// How often a waiting host looks at flags that streams raise: no futex hears of them.
 const POLL: Duration = Duration::from_micros(50);
+/// How long a wait is held back for ranks on the same GPU.
+const HOLD: Duration = Duration::from_secs(2);
 
 #[derive(Debug)]
 pub(super) struct NvlinkLink {
@@ -31,6 +33,8 @@ pub(super) struct NvlinkLink {
     /// By rank.
     pub windows: Vec<Mapped>,
     pub watchdog: Watchdog,
+    /// Where other ranks are on this GPU.
+    pub pacing: Option<Pacing>,
     /// Makes the watchdog look at the group's health when there is news.
     pub _bell: Arc<dyn Bell>,
 }
@@ -102,6 +106,20 @@ impl NvlinkLink {
         Mapping { base: NonNull::new(base).unwrap_or(NonNull::dangling()), bytes: self.spec.bytes }
     }
 
+    fn raise(&self, stream: Option<CUstream>, peer: usize, flag: u32) -> Result<()> {
+        const OP: &str = "signal";
+        let board = &self.watchdog.shared.board;
+        let Some(stream) = stream else {
+            board.set(peer, flag);
+            return Ok(());
+        };
+        let _current = self.gpu.current(OP)?;
+        // SAFETY: the word is page-locked while this link lives. Without a flag the write comes
+        // after a fence for everything before it on the stream.
+        let code = unsafe { (self.gpu.driver.write_value)(stream, board.theirs(peer, flag), 1, 0) };
+        self.gpu.check(OP, "cuStreamWriteValue32", code)
+    }
+
     fn wait_on_stream(&self, stream: CUstream, peers: &[usize], flag: u32) -> Result<()> {
         const OP: &str = "wait";
         let board = &self.watchdog.shared.board;
@@ -114,6 +132,45 @@ impl NvlinkLink {
                 unsafe { (self.gpu.driver.batch)(stream, ops.len() as u32, ops.as_mut_ptr(), 0) };
             self.gpu.check(OP, "cuStreamBatchMemOp", code)
         })
+    }
+
+    /// Whether `stream`, or the host where there is none, is being captured.
+    fn capturing(&self, op: &'static str, stream: Option<CUstream>) -> Result<bool> {
+        let Some(stream) = stream else { return Ok(false) };
+        let mut status = 0;
+        // SAFETY: the queue's stream is live; `status` is valid for the call.
+        let code = unsafe { (self.gpu.driver.stream_capturing)(stream, &mut status) };
+        self.gpu.check(op, "cuStreamIsCapturing", code)?;
+        Ok(status != 0)
+    }
+
+    /// Keeps a wait that is about to be submitted behind the signals of ranks on this GPU, and
+    /// counts it.
+    fn pace(
+        &self,
+        op: &'static str,
+        stream: Option<CUstream>,
+        (peers, flag): (&[usize], u32),
+        limit: Duration,
+    ) -> Result<()> {
+        let Some(pacing) = self.pacing.as_ref().filter(|p| p.concerns(peers)) else {
+            return Ok(());
+        };
+        let captured = self.capturing(op, stream)?;
+        let failed = || self.group.health().check_waiting(op, peers).is_err();
+        // A wait on the host holds up no stream.
+        if stream.is_some() && !captured && !pacing.hold(peers, flag, limit.min(HOLD), failed) {
+            let late: Vec<usize> = pacing.owing(peers, flag).collect();
+            tracing::warn!(
+                op,
+                flag,
+                ?late,
+                "ranks on this GPU are late; should their streams share a hardware queue with this \
+                 wait, it ends only by its time-out"
+            );
+        }
+        pacing.awaited(peers, flag, captured);
+        Ok(())
     }
 
     /// Blocks the calling thread. Streams raise flags by plain stores, so it has to look.
@@ -206,16 +263,12 @@ unsafe impl Link for NvlinkLink {
         const OP: &str = "signal";
         self.check_rank(OP, peer)?;
         self.check_flag(OP, flag)?;
-        let board = &self.watchdog.shared.board;
-        let Some(stream) = self.stream(OP, queue)? else {
-            board.set(peer, flag);
-            return Ok(());
-        };
-        let _current = self.gpu.current(OP)?;
-        // SAFETY: the word is page-locked while this link lives. Without a flag the write comes
-        // after a fence for everything before it on the stream.
-        let code = unsafe { (self.gpu.driver.write_value)(stream, board.theirs(peer, flag), 1, 0) };
-        self.gpu.check(OP, "cuStreamWriteValue32", code)
+        let stream = self.stream(OP, queue)?;
+        self.raise(stream, peer, flag)?;
+        if let Some(pacing) = self.pacing.as_ref().filter(|p| p.concerns(&[peer])) {
+            pacing.signalled(peer, flag, self.capturing(OP, stream)?);
+        }
+        Ok(())
     }
 
     fn wait(
@@ -228,7 +281,9 @@ unsafe impl Link for NvlinkLink {
     ) -> Result<()> {
         self.check_flag(op, flag)?;
         peers.iter().try_for_each(|&peer| self.check_rank(op, peer))?;
-        match self.stream(op, queue)? {
+        let stream = self.stream(op, queue)?;
+        self.pace(op, stream, (peers, flag), deadline.remaining())?;
+        match stream {
             None => self.wait_on_host(op, peers, flag, deadline),
             Some(_) if peers.is_empty() => Ok(()),
             Some(stream) => {

@@ -15,8 +15,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::rendezvous::host::HostId;
 use crate::{
-    Deadline, Group, Link, ProcessTransport, Queue, Result, ThreadTransport, Transport,
-    TransportError, WindowSpec,
+    Beside, Deadline, Group, Link, Pacing, ProcessTransport, Queue, Result, ThreadTransport,
+    Transport, TransportError, WindowSpec,
 };
 use board::{Board, Map};
 use driver::{Gpu, OP};
@@ -32,6 +32,10 @@ use watchdog::{Waits, Watchdog};
 ///
 /// Operations take streams of the GPU as queues. On the host queue flags work too; what was
 /// submitted to streams before has to be complete then.
+///
+/// Ranks on one GPU may share hardware queues, so there a wait is submitted once those peers have
+/// submitted what it waits for; until then the call waits on the host, for 2 s at most. See
+/// [`Pacing`] for what that cannot cover: graphs, and threads that drive several ranks.
 ///
 /// A link is dropped only when all work that uses its windows or flags has ended.
 #[derive(Clone, Debug)]
@@ -115,7 +119,9 @@ impl Transport for NvlinkTransport {
             false => crate::process::share(group, Window::new(&gpu, memory.clone()), deadline)?,
         };
         drop(offer);
-        let link = connect(group, spec, gpu, windows, board);
+        let link = beside(group.rank(), &cards)
+            .map_or(Ok(None), |beside| board.pacing(beside).map(Some))
+            .and_then(|pacing| connect(group, spec, gpu, windows, (board, pacing)));
         together(group, deadline, link.as_ref().err().map(|e| e.to_string()))?;
         let link = link?;
         link.try_out(&memory, deadline)?;
@@ -128,7 +134,7 @@ fn connect(
     spec: WindowSpec,
     gpu: Arc<Gpu>,
     windows: Vec<Mapped>,
-    board: Board,
+    (board, pacing): (Board, Option<Pacing>),
 ) -> Result<NvlinkLink> {
     let watchdog = Watchdog::start(group, board, Waits::new(spec.flags)).map_err(|e| {
         let (code, detail) = (e.raw_os_error().unwrap_or(libc::EAGAIN), "starting a thread".into());
@@ -138,7 +144,20 @@ fn connect(
     let ring: Arc<dyn Fn() + Send + Sync> = Arc::new(move || shared.ring());
     group.health().watch(Arc::downgrade(&ring));
     let bell: Arc<dyn Bell> = Arc::new(Held(ring));
-    Ok(NvlinkLink { group: group.clone(), spec, gpu, windows, watchdog, _bell: bell })
+    Ok(NvlinkLink { group: group.clone(), spec, gpu, windows, watchdog, pacing, _bell: bell })
+}
+
+/// Which ranks are on `rank`'s GPU; `None` if it has that to itself.
+fn beside(rank: usize, cards: &[Card]) -> Option<Vec<Beside>> {
+    let own = &cards[rank];
+    let one = |(peer, card): (usize, &Card)| match (card.uuid == own.uuid, card.process) {
+        (true, _) if peer == rank => Beside::No,
+        (true, process) if process == own.process => Beside::Thread,
+        (true, _) => Beside::Process,
+        (false, _) => Beside::No,
+    };
+    let all: Vec<_> = cards.iter().enumerate().map(one).collect();
+    all.iter().any(|&beside| beside != Beside::No).then_some(all)
 }
 
 struct Held(
@@ -341,6 +360,16 @@ mod tests {
         assert!(read(&[vec![1, 2]]).is_err());
         let e = no_peer_access(0, 3, 0);
         assert!(e.contains("rank 0") && e.contains("rank 3") && e.contains("nccl"), "{e}");
+    }
+
+    #[test]
+    fn ranks_of_one_gpu_are_told_apart_by_process() {
+        let on = |gpu: u8, process| Card { uuid: [gpu; 16], ..card(process) };
+        let cards = [on(1, 7), on(1, 7), on(1, 8), on(2, 7)];
+        use Beside::{No, Process, Thread};
+        assert_eq!(beside(0, &cards), Some(vec![No, Thread, Process, No]));
+        assert_eq!(beside(2, &cards), Some(vec![Process, Process, No, No]));
+        assert_eq!(beside(3, &cards), None);
     }
 
     #[test]
