@@ -9,10 +9,10 @@ use std::time::Duration;
 
 use common::ranks;
 use ep_runtime::{
-    Deadline, DispatchOpts, EpBuilder, ErrorKind, Group, Ids, Layout, Link, Mapping, MoeShape,
-    Payload, PayloadKind, Put, Queue, Reach, Route, Rows, ThreadTransport, Transport,
-    TransportError, WindowSpec,
+    Deadline, DispatchOpts, EpBuilder, ErrorKind, Group, Ids, Layout, Link, MoeShape, Payload,
+    PayloadKind, Queue, Route, Rows, ThreadTransport, Transport, TransportError, WindowSpec,
 };
+use ep_transport::ForwardLink;
 
 type Result<T> = std::result::Result<T, TransportError>;
 
@@ -49,25 +49,9 @@ impl Transport for Corrupting {
 }
 
 // SAFETY: all but one word of its own window is the inner link's.
-unsafe impl Link for CorruptingLink {
-    fn window(&self) -> Mapping {
-        self.inner.window()
-    }
-
-    fn reach(&self, peer: usize) -> Reach {
-        self.inner.reach(peer)
-    }
-
-    fn put(&self, queue: &Queue, put: Put) -> Result<()> {
-        self.inner.put(queue, put)
-    }
-
-    fn flush(&self, queue: &Queue, deadline: Deadline) -> Result<()> {
-        self.inner.flush(queue, deadline)
-    }
-
-    fn signal(&self, queue: &Queue, peer: usize, flag: u32) -> Result<()> {
-        self.inner.signal(queue, peer, flag)
+unsafe impl ForwardLink for CorruptingLink {
+    fn inner(&self) -> &dyn Link {
+        &*self.inner
     }
 
     fn wait(
@@ -86,10 +70,6 @@ unsafe impl Link for CorruptingLink {
             unsafe { window.base.add(self.of.at).cast::<u32>().write(self.of.value) };
         }
         Ok(())
-    }
-
-    fn ready(&self, peers: &[usize], flag: u32) -> bool {
-        self.inner.ready(peers, flag)
     }
 }
 

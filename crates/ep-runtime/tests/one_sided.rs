@@ -9,9 +9,10 @@ use common::small::{HIDDEN, TOPK, Tokens, builder, combine, dispatch, opts, roun
 use common::{eps, ranks};
 use ep_runtime::{
     CombineOpts, Deadline, DispatchOpts, EpBuilder, EpError, ErrorKind, Group, Layout, Link,
-    Mapping, PayloadKind, Put, Queue, Reach, RowsMut, ScaleKind, ThreadTransport, Transport,
+    Mapping, PayloadKind, Queue, Reach, RowsMut, ScaleKind, ThreadTransport, Transport,
     TransportError, WindowSpec, dispatch_all,
 };
+use ep_transport::ForwardLink;
 
 #[test]
 fn a_refused_combine_gives_the_result_back() {
@@ -187,7 +188,11 @@ impl Transport for Liar {
 }
 
 // SAFETY: it is not what it must be, which is what the test wants to be noticed before it matters.
-unsafe impl Link for LiarLink {
+unsafe impl ForwardLink for LiarLink {
+    fn inner(&self) -> &dyn Link {
+        &*self.inner
+    }
+
     fn window(&self) -> Mapping {
         let Mapping { base, bytes } = self.inner.window();
         Mapping { base, bytes: if self.lie == Lie::SmallWindow { bytes / 2 } else { bytes } }
@@ -198,33 +203,6 @@ unsafe impl Link for LiarLink {
             Lie::OneSided if self.rank == 0 && peer == 1 => Reach::Bulk,
             _ => self.inner.reach(peer),
         }
-    }
-
-    fn put(&self, queue: &Queue, put: Put) -> Result<(), TransportError> {
-        self.inner.put(queue, put)
-    }
-
-    fn flush(&self, queue: &Queue, deadline: Deadline) -> Result<(), TransportError> {
-        self.inner.flush(queue, deadline)
-    }
-
-    fn signal(&self, queue: &Queue, peer: usize, flag: u32) -> Result<(), TransportError> {
-        self.inner.signal(queue, peer, flag)
-    }
-
-    fn wait(
-        &self,
-        queue: &Queue,
-        op: &'static str,
-        peers: &[usize],
-        flag: u32,
-        deadline: Deadline,
-    ) -> Result<(), TransportError> {
-        self.inner.wait(queue, op, peers, flag, deadline)
-    }
-
-    fn ready(&self, peers: &[usize], flag: u32) -> bool {
-        self.inner.ready(peers, flag)
     }
 }
 

@@ -69,7 +69,7 @@ pub enum Reach {
 }
 
 /// One one-sided write into a bulk peer's window.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Put {
     /// The peer.
     pub peer: usize,

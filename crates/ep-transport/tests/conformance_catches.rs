@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use ep_transport::conformance::{CHECKS, Member, run_members};
 use ep_transport::{
-    Deadline, Group, Link, Mapping, Put, Queue, Reach, Result, ThreadTransport, Transport,
+    Deadline, ForwardLink, Group, Link, Put, Queue, Result, ThreadTransport, Transport,
     TransportError, WindowSpec,
 };
 
@@ -159,13 +159,9 @@ impl Drop for BrokenLink {
 
 // SAFETY: what it breaks are flags and order, which the checks it is given to are there to see;
 // nothing that it maps is dereferenced beyond the inner link's windows.
-unsafe impl Link for BrokenLink {
-    fn window(&self) -> Mapping {
-        self.inner.window()
-    }
-
-    fn reach(&self, peer: usize) -> Reach {
-        self.inner.reach(peer)
+unsafe impl ForwardLink for BrokenLink {
+    fn inner(&self) -> &dyn Link {
+        &*self.inner
     }
 
     fn put(&self, queue: &Queue, put: Put) -> Result<()> {
@@ -181,10 +177,6 @@ unsafe impl Link for BrokenLink {
             Unchecked => self.inner.put(queue, put).or(Ok(())),
             _ => self.inner.put(queue, put),
         }
-    }
-
-    fn flush(&self, queue: &Queue, deadline: Deadline) -> Result<()> {
-        self.inner.flush(queue, deadline)
     }
 
     fn signal(&self, queue: &Queue, peer: usize, flag: u32) -> Result<()> {

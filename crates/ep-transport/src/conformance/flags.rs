@@ -48,6 +48,11 @@ pub(super) fn flags_are_independent(rank: Rank) -> Outcome {
             end.signal_all(&all, (flag * 2 + round) % FLAGS)?;
         }
         rank.barrier()?;
+        // A barrier of the group does not say that signals have arrived.
+        let start = Instant::now();
+        while !(0..FLAGS).all(|flag| end.link.ready(&all, flag)) && start.elapsed() < rank.limit {
+            std::thread::yield_now();
+        }
         let mut left: Vec<(u32, usize)> =
             (0..FLAGS).flat_map(|flag| all.iter().map(move |&peer| (flag, peer))).collect();
         while !left.is_empty() {
