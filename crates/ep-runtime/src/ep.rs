@@ -14,6 +14,7 @@ use crate::connect::{check_link, open_host};
 use crate::handle::HandlePool;
 use crate::lane::{Lane, LaneGuard, mapped};
 use crate::result::Dispatched;
+use crate::sched::{SmPolicy, Sms};
 use crate::shape::{Plan, Resolved, Window};
 use crate::slots::{Slot, Slots};
 use crate::{EpError, Handle, MoeShape, Result};
@@ -55,7 +56,9 @@ pub struct EpBuilder {
     timeout: Duration,
     connect_timeout: Duration,
     handles: usize,
-    comm_sms: u32,
+    comm_sms: Option<u32>,
+    sm_policy: SmPolicy,
+    shares_with: Option<Ep>,
     #[cfg(feature = "cuda")]
     tuning: crate::gpu::Tuning,
 }
@@ -73,7 +76,9 @@ impl EpBuilder {
             timeout: Duration::from_secs(30),
             connect_timeout: Duration::from_secs(120),
             handles: 16,
-            comm_sms: 16,
+            comm_sms: None,
+            sm_policy: SmPolicy::Shared,
+            shares_with: None,
             #[cfg(feature = "cuda")]
             tuning: crate::gpu::Tuning::default(),
         }
@@ -111,11 +116,35 @@ impl EpBuilder {
         self
     }
 
-    /// The most SMs that communication on a GPU takes, 16 by default: kernels have at most so many
-    /// blocks, unless `EpBuilder::tuning` says otherwise. Without a meaning on the host.
+    /// The most SMs that communication on a GPU takes: kernels have at most so many blocks, unless
+    /// `EpBuilder::tuning` says otherwise. By default those of the [`SmPolicy`], 16 where it sets none
+    /// aside. Without a meaning on the host.
     pub fn comm_sms(mut self, sms: u32) -> Self {
-        self.comm_sms = sms;
+        self.comm_sms = Some(sms);
         self
+    }
+
+    /// How communication gets its SMs; shared with compute by default. Without a meaning on the host.
+    /// What came of it is [`Ep::sm_report`].
+    pub fn sm_policy(mut self, policy: SmPolicy) -> Self {
+        self.sm_policy = policy;
+        self
+    }
+
+    /// Uses the SMs that another layer on the same GPU has set aside, in place of a policy.
+    pub fn share_sms(mut self, layer: &Ep) -> Self {
+        self.shares_with = Some(layer.clone());
+        self
+    }
+
+    /// Blocks of kernels.
+    #[cfg(feature = "cuda")]
+    fn blocks(&self) -> u32 {
+        let policy = self.shares_with.as_ref().map_or(self.sm_policy, |ep| ep.sm_report().asked);
+        self.comm_sms.unwrap_or(match policy.sms() {
+            0 => 16,
+            sms => sms,
+        })
     }
 
     /// How kernels are launched, where that is not left to this crate.
@@ -147,7 +176,7 @@ impl EpBuilder {
         let mut plan = Plan::new(&resolved, self.needs_staging())?;
         #[cfg(feature = "cuda")]
         if let Place::Cuda(_) = self.place {
-            let sizes = crate::gpu::Sizes::new(&resolved, self.handles, self.comm_sms);
+            let sizes = crate::gpu::Sizes::new(&resolved, self.handles, self.blocks());
             (plan.device_bytes, plan.pinned_bytes) = (sizes.device, sizes.pinned);
         }
         Ok(plan)
@@ -199,8 +228,8 @@ impl EpBuilder {
             window_bytes = window.bytes,
             "expert-parallel group is ready"
         );
-        #[cfg_attr(not(feature = "cuda"), expect(unused_mut))]
         let mut inner = Inner::new(group.clone(), link, shape, window, self.timeout);
+        inner.sms = Sms::new(self.sm_policy);
         #[cfg(feature = "cuda")]
         if let Some(prepared) = prepared {
             let opened = inner.on_gpu(prepared);
@@ -229,7 +258,14 @@ impl EpBuilder {
         match self.place {
             Place::Cuda(ordinal) => {
                 let sizes = (self.handles, world);
-                crate::gpu::Prepared::new(ordinal, self.comm_sms, sizes, self.tuning).map(Some)
+                let MoeShape { experts, hidden, .. } = self.shape;
+                let sms = crate::gpu::SmChoice {
+                    holder: &format!("a layer of {experts} experts and hidden size {hidden}"),
+                    blocks: self.blocks(),
+                    policy: self.sm_policy,
+                    shared: self.shares_with.as_ref(),
+                };
+                crate::gpu::Prepared::new(ordinal, sms, sizes, self.tuning).map(Some)
             }
             Place::Host => Ok(None),
         }
@@ -260,6 +296,7 @@ pub(crate) struct Inner {
     pub reach: Vec<Option<Mapping>>,
     /// Where rows are.
     pub place: Memory,
+    pub sms: Sms,
     #[cfg(feature = "cuda")]
     pub gpu: Option<crate::gpu::Gpu>,
     own: Mapping,
@@ -301,6 +338,7 @@ impl Inner {
             bulk,
             reach,
             place: link.memory(),
+            sms: Sms::new(SmPolicy::Shared),
             #[cfg(feature = "cuda")]
             gpu: None,
             own,
@@ -319,6 +357,7 @@ impl Inner {
             self.reach.iter().map(|m| m.map_or(0, |m| m.base.as_ptr() as u64)).collect();
         let me = (self.id, self.group.rank());
         let (link, shape, window) = (&self.link, &self.shape, &self.window);
+        self.sms.reservation = Some(prepared.sms());
         self.gpu = Some(crate::gpu::Gpu::new(prepared, me, link, shape, window, &windows)?);
         Ok(())
     }
@@ -437,7 +476,12 @@ impl Ep {
     #[cfg(feature = "cuda")]
     pub fn retune(&self, tuning: crate::Tuning) -> Result<()> {
         match &self.inner.gpu {
-            Some(gpu) => gpu.retune(tuning),
+            Some(gpu) => {
+                if let Some(sms) = &self.inner.sms.reservation {
+                    sms.check(&tuning.launches(gpu.blocks()))?;
+                }
+                gpu.retune(tuning)
+            }
             None => Ok(()),
         }
     }

@@ -97,6 +97,43 @@ pub enum EpError {
         /// The number of lanes.
         lanes: usize,
     },
+    /// More SMs were asked for than are free on the device. Nothing was taken.
+    #[error("{op}: {asked} SMs asked for, {free} of the {sms} of {device} are free: {holders}")]
+    SmsTaken {
+        /// The operation.
+        op: &'static str,
+        /// The device's UUID.
+        device: String,
+        /// SMs asked for.
+        asked: u32,
+        /// SMs that can be had.
+        free: u32,
+        /// SMs of the device.
+        sms: u32,
+        /// Who has how many.
+        holders: String,
+    },
+    /// SMs cannot be set aside as asked: a launch might not start, or the device has no such
+    /// partition. Nothing was taken.
+    #[error("{op}: {detail}")]
+    SmPolicy {
+        /// The operation.
+        op: &'static str,
+        /// Why, and what would do.
+        detail: String,
+        /// SMs that would do, if any number does.
+        enough: Option<u32>,
+    },
+    /// Operations ahead in a submit order were not submitted in time. The place was given up.
+    #[error("{op}: {ahead} operations ahead were not submitted within {after:?}")]
+    OutOfTurn {
+        /// The operation.
+        op: &'static str,
+        /// Places ahead, those given up included.
+        ahead: u64,
+        /// How long it waited.
+        after: std::time::Duration,
+    },
     /// Rows did not arrive as they were announced, so the transport or a peer is broken. The group
     /// was told.
     #[error("{op}: {detail}")]
@@ -126,13 +163,15 @@ impl EpError {
     /// What kind of error this is.
     pub fn kind(&self) -> ErrorKind {
         match self {
-            Self::Argument { .. } => ErrorKind::Argument,
+            Self::Argument { .. } | Self::SmPolicy { .. } => ErrorKind::Argument,
             Self::Ids { .. } | Self::Capacity { .. } | Self::Disagreement { .. } => {
                 ErrorKind::Mismatch
             }
-            Self::NoFreeSlot { .. } | Self::NoFreeHandle { .. } | Self::LaneBusy { .. } => {
-                ErrorKind::Busy
-            }
+            Self::NoFreeSlot { .. }
+            | Self::NoFreeHandle { .. }
+            | Self::LaneBusy { .. }
+            | Self::SmsTaken { .. }
+            | Self::OutOfTurn { .. } => ErrorKind::Busy,
             #[cfg(feature = "cuda")]
             Self::Cuda(e) => match e {
                 ep_kernels::cuda::CudaError::InvalidArgument { .. } => ErrorKind::Argument,
@@ -153,6 +192,9 @@ impl EpError {
             | Self::NoFreeSlot { .. }
             | Self::NoFreeHandle { .. }
             | Self::LaneBusy { .. }
+            | Self::SmsTaken { .. }
+            | Self::SmPolicy { .. }
+            | Self::OutOfTurn { .. }
             | Self::Corrupt { .. } => None,
             #[cfg(feature = "cuda")]
             Self::Cuda(_) => None,

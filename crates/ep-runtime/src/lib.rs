@@ -66,6 +66,7 @@ mod payload;
 mod preflight;
 mod received;
 mod result;
+pub mod sched;
 mod shape;
 mod slots;
 mod views;
@@ -99,6 +100,9 @@ pub use preflight::{
 };
 pub use received::{Column, Outputs, Owned, Received, SourceToken};
 pub use result::Dispatched;
+pub use sched::{
+    MicroBatch, Pipeline, PipelineError, SmBudget, SmLease, SmPolicy, SmReport, Timeline,
+};
 pub use shape::{Layout, MoeShape, Plan};
 pub use views::{Rows, RowsMut};
 /// What GPUs need beyond what hosts do: kernels' launch plans, and the transport over NVLink.
@@ -125,6 +129,9 @@ const _: () = {
     shared::<Owned>();
     shared::<Event>();
     shared::<EpError>();
+    shared::<SmLease>();
+    shared::<Pipeline>();
+    shared::<Timeline>();
 };
 
 #[cfg(doctest)]

@@ -12,8 +12,9 @@ use ep_kernels::cuda::{Compiler, Device, DeviceMemory, EventPool, MappedHost};
 use ep_transport::{Link, Memory, Queue, TransportError};
 use parking_lot::Mutex;
 
+use crate::sched::{CudaReservation, SmPolicy, reserve_on_gpu};
 use crate::shape::{Resolved, Window};
-use crate::{EpError, Result};
+use crate::{Ep, EpError, Result};
 
 use super::memory::{HandleSizes, Handles};
 use super::report::REPORTS;
@@ -30,20 +31,54 @@ pub(crate) struct Prepared {
     layout: LayoutKernels,
     moves: MoveKernels,
     sms: u32,
+    reserved: Arc<CudaReservation>,
     tuning: Tuning,
     handles: usize,
+}
+
+/// How a layer's kernels get their SMs.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct SmChoice<'a> {
+    /// The most blocks of a kernel.
+    pub blocks: u32,
+    pub policy: SmPolicy,
+    /// Who has the SMs, for errors of others.
+    pub holder: &'a str,
+    /// A layer whose SMs are used instead.
+    pub shared: Option<&'a Ep>,
+}
+
+impl SmChoice<'_> {
+    fn reserve(&self, device: &Device, tuning: &Tuning) -> Result<Arc<CudaReservation>> {
+        let launches = tuning.launches(self.blocks);
+        let Some(layer) = self.shared else {
+            let (holder, policy, blocks) = (self.holder, self.policy, self.blocks);
+            return Ok(Arc::new(reserve_on_gpu(device, holder, policy, blocks, &launches)?));
+        };
+        match &layer.inner.sms.reservation {
+            Some(theirs) if theirs.is_on(device) => {
+                theirs.check(&launches)?;
+                Ok(theirs.clone())
+            }
+            _ => {
+                let ordinal = device.properties().ordinal;
+                let detail = format!("the layer to share SMs with is not on GPU {ordinal}");
+                Err(EpError::argument("build", detail))
+            }
+        }
+    }
 }
 
 impl Prepared {
     pub fn new(
         ordinal: usize,
-        sms: u32,
+        choice: SmChoice<'_>,
         (handles, world): (usize, usize),
         tuning: Tuning,
     ) -> Result<Self> {
         let loaded = Loaded::on(ordinal)?;
         let device = loaded.device.clone();
-        let available = device.properties().sms;
+        let (sms, available) = (choice.blocks, device.properties().sms);
         if sms == 0 || sms > available {
             let detail = format!("{sms} SMs for communication; the device has {available}");
             return Err(EpError::argument("build", detail));
@@ -52,8 +87,14 @@ impl Prepared {
             return Err(EpError::argument("build", "no handles; at least 1 is needed"));
         }
         tuning.check(world, &device)?;
+        let reserved = choice.reserve(&device, &tuning)?;
         let Loaded { layout, moves, .. } = loaded;
-        Ok(Self { device, layout, moves, sms, tuning, handles })
+        Ok(Self { device, layout, moves, sms, reserved, tuning, handles })
+    }
+
+    /// The SMs set aside.
+    pub fn sms(&self) -> Arc<CudaReservation> {
+        self.reserved.clone()
     }
 }
 
@@ -168,7 +209,7 @@ impl Gpu {
         window: &Window,
         windows: &[u64],
     ) -> Result<Self> {
-        let Prepared { device, layout, moves, sms, tuning, handles } = prepared;
+        let Prepared { device, layout, moves, sms, reserved, tuning, handles } = prepared;
         let ordinal = device.properties().ordinal;
         let unfit = |detail: String| TransportError::Unsupported { op: "build", detail };
         if link.memory() != (Memory::Cuda { ordinal }) {
@@ -182,7 +223,7 @@ impl Gpu {
         let sizes = Sizes::new(shape, handles, sms);
         let limit = Duration::from_secs(60);
         let (_, greatest) = device.priorities()?;
-        let setup = device.stream(greatest)?;
+        let setup = reserved.stream(greatest)?;
         let memory = DeviceMemory::zeroed(&setup, sizes.device, limit)?;
         let pinned = MappedHost::<u8>::zeroed(&device, sizes.pinned)?;
         let (base, reports) = (memory.address(), pinned.device_address());
@@ -223,7 +264,7 @@ impl Gpu {
                 let state = base + (sizes.lanes_at + lane * sizes.lane) as u64;
                 let fresh = MoeLane { bad_choice: u64::MAX, ..MoeLane::default() };
                 memory.upload(&setup, sizes.lanes_at + lane * sizes.lane, &[fresh], limit)?;
-                let stream = device.stream(greatest)?;
+                let stream = reserved.stream(greatest)?;
                 // SAFETY: the stream lives in the lane beside its queue, and work on it ends before
                 // the layer is dropped.
                 let queue = unsafe { Queue::from_raw(stream.raw().cast::<c_void>(), ordinal) };

@@ -22,13 +22,13 @@ use ep_kernels::cuda::moe::{
     AnnounceArgs, LayoutKernels, MoeHeader, MoeOp, MoeShape, MoveKernels, MovePlan,
 };
 use ep_kernels::cuda::{
-    CaptureRelaxed, CudaError, Device, DeviceMemory, Event as Point, EventPool, MappedHost,
-    PointerPlace, Stream,
+    CaptureRelaxed, CudaError, Device, DeviceMemory, Event as Point, EventPool, LaunchFlags,
+    MappedHost, PointerPlace, Stream,
 };
 use ep_transport::{Queue, StreamSide};
 use parking_lot::Mutex;
 
-pub(crate) use build::{Prepared, Sizes};
+pub(crate) use build::{Prepared, Sizes, SmChoice};
 pub(crate) use combine::{Folding, combine_all};
 pub(crate) use dispatch::{Sending, dispatch_all};
 pub(crate) use memory::{HandleMemory, Handles, Told};
@@ -54,6 +54,17 @@ pub struct Tuning {
 }
 
 impl Tuning {
+    /// What a layer launches whose kernels have up to `blocks` blocks where this does not say more.
+    pub(crate) fn launches(&self, blocks: u32) -> Vec<ep_topology::Launch> {
+        let tuned = [self.dispatch, self.expand, self.reduce, self.combine];
+        let plain = ep_topology::Launch::new(blocks, 1, false);
+        let launch = |plan: MovePlan| {
+            let cooperative = plan.attributes.flags().contains(LaunchFlags::COOPERATIVE);
+            ep_topology::Launch::new(plan.blocks, plan.attributes.cluster(), cooperative)
+        };
+        std::iter::once(plain).chain(tuned.into_iter().flatten().map(launch)).collect()
+    }
+
     /// Whether all of it can be launched: nothing may be refused once peers count on this rank.
     fn check(&self, world: usize, device: &Device) -> Result<()> {
         for plan in [self.dispatch, self.expand].into_iter().flatten() {
@@ -135,6 +146,16 @@ impl Gpu {
         tuning.check(self.shape.world as usize, &self.device)?;
         *self.tuning.lock() = tuning;
         Ok(())
+    }
+
+    /// The most blocks of a kernel that is not tuned otherwise.
+    pub fn blocks(&self) -> u32 {
+        self.sms
+    }
+
+    /// The comm stream of a lane.
+    pub fn lane_stream(&self, index: usize) -> cudarc::driver::sys::CUstream {
+        self.lane(index).stream.raw()
     }
 
     fn lane(&self, index: usize) -> &GpuLane {
