@@ -154,6 +154,20 @@ impl FlagBoard {
         deadline: Deadline,
         health: &Health,
     ) -> Result<()> {
+        self.wait_until(op, flag, peers, deadline, health, || false)
+    }
+
+    /// [`FlagBoard::wait_all`] where flags of a peer that has left may still be on their way: before
+    /// bad news are believed, `settle` says whether it has waited for more to arrive.
+    pub(crate) fn wait_until(
+        &self,
+        op: &'static str,
+        flag: u32,
+        peers: &[usize],
+        deadline: Deadline,
+        health: &Health,
+        mut settle: impl FnMut() -> bool,
+    ) -> Result<()> {
         let mut small = [0; SMALL / 64];
         let mut large = Vec::new();
         let mut absent = Absent::of(peers, self.world, &mut small, &mut large);
@@ -175,7 +189,7 @@ impl FlagBoard {
                 if self.collect(flag, &mut absent) {
                     return Ok(());
                 }
-                if absent.count == before {
+                if absent.count == before && !settle() {
                     return Err(news);
                 }
             }

@@ -28,5 +28,5 @@ mod nodes {
         Group::local(world).unwrap().into_iter().map(|group| (group, transport())).collect()
     }
 
-    ep_transport::conformance_suite!(|world| super::nodes::members(world));
+    ep_transport::conformance_suite!(super::nodes::members);
 }

@@ -1,7 +1,7 @@
 //! What the checks share.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::Outcome;
 use crate::{Deadline, Group, Link, Put, Queue, Reach, Transport, TransportError, WindowSpec};
@@ -54,6 +54,24 @@ impl Rank<'_> {
         let link = self.transport.open(group, WindowSpec { bytes, flags }, self.deadline());
         let link = link.map_err(|e| format!("open: {e}"))?;
         Ok(End { link, limit: self.limit })
+    }
+
+    /// Runs `count` rounds or, where a transport is slow, as many as fit a few seconds; as many on
+    /// every rank.
+    pub fn paced(&self, count: usize, round: impl FnMut(usize) -> Outcome) -> Outcome {
+        const FIRST: usize = 20;
+        const TIME: Duration = Duration::from_secs(5);
+        let mut round = round;
+        let first = count.min(FIRST);
+        let start = Instant::now();
+        (0..first).try_for_each(&mut round)?;
+        let took = (start.elapsed().as_nanos() as u64).to_le_bytes();
+        let all = self.group.all_gather_within("check", &took, self.deadline());
+        let all = all.map_err(|e| format!("pace: {e}"))?;
+        let nanos = |bytes: &Vec<u8>| Some(u64::from_le_bytes(bytes.as_slice().try_into().ok()?));
+        let slowest = all.iter().filter_map(nanos).max().unwrap_or(0).max(1);
+        let fit = TIME.as_nanos() as u64 * first as u64 / slowest;
+        (first..count.min(fit as usize)).try_for_each(round)
     }
 
     /// All ranks come here. Checks use it where its ordering cannot hide what they look for.

@@ -64,9 +64,10 @@ fn exchange(rank: &Rank, end: &End, round: usize, piece: usize) -> Outcome {
     Ok(())
 }
 
+/// Exchanges in `rounds` rounds, or as many as fit the time where a transport is slow.
 fn rounds(rank: &Rank, rounds: usize, piece: usize) -> Outcome {
     let end = rank.open(2 * rank.world() * piece, 2)?;
-    (0..rounds).try_for_each(|round| exchange(rank, &end, round, piece))?;
+    rank.paced(rounds, |round| exchange(rank, &end, round, piece))?;
     rank.barrier()
 }
 
@@ -85,7 +86,7 @@ pub(super) fn reads_before_signal_are_not_overwritten(rank: Rank) -> Outcome {
     const BYTES: usize = 2_000;
     let (me, all) = (rank.rank(), rank.all());
     let end = rank.open(BYTES, 2)?;
-    for round in 0..500 {
+    rank.paced(500, |round| {
         end.fill(0, BYTES, seed(round, me, 0));
         end.signal_all(&all, DATA)?;
         for &peer in &all {
@@ -96,8 +97,8 @@ pub(super) fn reads_before_signal_are_not_overwritten(rank: Rank) -> Outcome {
             }
             end.signal(peer, READY)?;
         }
-        end.wait(&all, READY)?;
-    }
+        end.wait(&all, READY)
+    })?;
     rank.barrier()
 }
 
@@ -105,7 +106,7 @@ pub(super) fn sources_may_change_after_flush(rank: Rank) -> Outcome {
     const BYTES: usize = 4_096;
     let (me, all) = (rank.rank(), rank.all());
     let end = rank.open((1 + all.len()) * BYTES, 2)?;
-    for round in 0..50 {
+    rank.paced(50, |round| {
         end.signal_all(&all, READY)?;
         end.wait(&all, READY)?;
         for &peer in &all {
@@ -120,7 +121,8 @@ pub(super) fn sources_may_change_after_flush(rank: Rank) -> Outcome {
             let what = format!("round {round}, put by rank {peer}");
             end.expect((1 + peer) * BYTES, BYTES, seed(round, peer, me), &what)?;
         }
-    }
+        Ok(())
+    })?;
     rank.barrier()
 }
 

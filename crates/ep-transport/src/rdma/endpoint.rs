@@ -137,7 +137,11 @@ impl Endpoint {
         let mine = &self.pairs[peer];
         let unfit = |detail: String| Err(TransportError::Unsupported { op: OP, detail });
         if theirs.len() != mine.len() {
-            return unfit(format!("rank {peer} made {} queue pairs of {}", theirs.len(), mine.len()));
+            return unfit(format!(
+                "rank {peer} made {} queue pairs of {}",
+                theirs.len(),
+                mine.len()
+            ));
         }
         let own = self.card();
         if (own.infiniband, own.family) != (card.infiniband, card.family) {
@@ -279,7 +283,8 @@ impl Device for Endpoint {
     }
 
     fn sleep(&mut self, bell: BorrowedFd<'_>, bound: Duration) -> Result<()> {
-        let bound = Timespec { tv_sec: bound.as_secs() as i64, tv_nsec: bound.subsec_nanos().into() };
+        let bound =
+            Timespec { tv_sec: bound.as_secs() as i64, tv_nsec: bound.subsec_nanos().into() };
         let completions = self.completions.fd();
         let mut fds = [
             PollFd::from_borrowed_fd(bell, PollFlags::IN),

@@ -35,7 +35,8 @@ impl Layout {
     pub(super) fn new(spec: WindowSpec, world: usize, nics: usize) -> Result<Self> {
         let blocks = HostLink::region_bytes(spec, world)?;
         let bytes = world.checked_mul(nics).and_then(|n| n.checked_mul(BLOCK));
-        let bytes = bytes.and_then(|n| n.checked_add(blocks)).filter(|n| isize::try_from(*n).is_ok());
+        let bytes =
+            bytes.and_then(|n| n.checked_add(blocks)).filter(|n| isize::try_from(*n).is_ok());
         let bytes = bytes.ok_or_else(|| TransportError::Argument {
             op: OP,
             detail: format!("{spec:?} for {world} ranks is beyond the address space"),

@@ -29,6 +29,9 @@ const RING: usize = 1024;
 /// How long a put or signal may wait for room in the ring.
 const PATIENCE: std::time::Duration = crate::DEFAULT_TIMEOUT;
 
+/// How often a wait looks again after the news that a peer has gone.
+const LOOKS: u32 = 3;
+
 /// What was made before the proxies start.
 #[derive(Debug)]
 pub(super) struct Opened {
@@ -90,7 +93,7 @@ impl RdmaLink {
         let words = Words(regions[rank].clone().expect("a rank has a window"));
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         // Each rank of the host has a thread that waits and one per NIC that polls.
-        let spin = nodes.len() * (1 + devices.len()) <= cores;
+        let spin = nodes.on_host() * (1 + devices.len()) <= cores;
         let waits = own.clone();
         let bell: Arc<dyn Fn() + Send + Sync> = Arc::new(move || waits.ring());
         group.health().watch(Arc::downgrade(&bell));
@@ -284,7 +287,19 @@ unsafe impl Link for RdmaLink {
     ) -> Result<()> {
         host_link::check_flag(op, flag, self.spec)?;
         peers.iter().try_for_each(|&p| host_link::check_rank(op, p, self.group.world()))?;
-        self.shared.board.wait_all(op, flag, peers, deadline, self.group.health())
+        // A peer may leave as soon as its NIC knows its last words delivered, which is before this
+        // rank's proxy has read of them.
+        let mut looks = LOOKS;
+        let settle = || {
+            let again = looks > 0;
+            if again {
+                looks -= 1;
+                self.shared.settle(|| self.nics.iter().for_each(|nic| ring(&nic.bell)));
+            }
+            again
+        };
+        let health = self.group.health();
+        self.shared.board.wait_until(op, flag, peers, deadline, health, settle)
     }
 
     fn ready(&self, peers: &[usize], flag: u32) -> bool {

@@ -15,6 +15,8 @@ mod pair;
 mod proxy;
 mod sender;
 mod shared;
+#[cfg(test)]
+mod simulated;
 mod tickets;
 mod verbs;
 

@@ -30,6 +30,8 @@ pub(super) struct Nodes {
     /// The ranks of this rank's node, itself included.
     members: Vec<usize>,
     bulk: Vec<usize>,
+    /// How many ranks the host has, whatever nodes they count as.
+    on_host: usize,
     rank: usize,
 }
 
@@ -54,7 +56,9 @@ impl Nodes {
             places.iter().enumerate().map(|(i, one)| head(one).unwrap_or(i)).collect();
         let of_mine = |r: &usize| heads[*r] == heads[rank];
         let (members, bulk) = (0..places.len()).partition(of_mine);
-        Self { heads, members, bulk, rank }
+        let host = &places[rank].host;
+        let on_host = places.iter().filter(|one| one.host == *host).count();
+        Self { heads, members, bulk, on_host, rank }
     }
 
     /// The peers on other nodes.
@@ -67,9 +71,9 @@ impl Nodes {
         self.members.iter().take_while(|&&rank| rank != self.rank).count()
     }
 
-    /// How many ranks the node has.
-    pub(super) fn len(&self) -> usize {
-        self.members.len()
+    /// How many ranks share the host's cores.
+    pub(super) fn on_host(&self) -> usize {
+        self.on_host
     }
 
     /// Makes this rank's region and maps those of its node's ranks; by rank. A collective.
@@ -108,13 +112,15 @@ mod tests {
         let (a, b) = (place("a", None), place("b", None));
         let nodes = Nodes::of(&[a.clone(), b.clone(), a.clone(), b, a], 2);
         assert_eq!((nodes.members.as_slice(), nodes.bulk()), (&[0, 2, 4][..], &[1, 3][..]));
-        assert_eq!((nodes.local(), nodes.len()), (1, 3));
+        assert_eq!((nodes.local(), nodes.on_host()), (1, 3));
         let nodes = Nodes::of(&[0, 0, 1, 1].map(|node| place("a", Some(node))), 3);
         assert_eq!((nodes.members.as_slice(), nodes.bulk()), (&[2, 3][..], &[0, 1][..]));
+        assert_eq!(nodes.on_host(), 4);
         let nodes = Nodes::of(&[place("a", None), place("a", Some(1))], 0);
         assert_eq!(nodes.bulk(), [1]);
         // Two that cannot tell which host they are on.
-        let lost = Place { host: HostId { boot: String::new(), ..place("a", None).host }, node: None };
+        let lost =
+            Place { host: HostId { boot: String::new(), ..place("a", None).host }, node: None };
         let nodes = Nodes::of(&[lost.clone(), lost], 1);
         assert_eq!((nodes.members.as_slice(), nodes.bulk()), (&[1][..], &[0][..]));
     }

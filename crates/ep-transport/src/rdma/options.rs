@@ -74,7 +74,9 @@ impl Options {
             o if !(1..=16).contains(&o.queue_pairs) => {
                 wrong(format!("{} queue pairs per peer; 1 to 16", o.queue_pairs))
             }
-            o if o.service_level > 15 => wrong(format!("service level {}; 0 to 15", o.service_level)),
+            o if o.service_level > 15 => {
+                wrong(format!("service level {}; 0 to 15", o.service_level))
+            }
             o if o.timeout == 0 || o.timeout > 31 => {
                 wrong(format!("time-out exponent {}; 1 to 31 (0 would be for ever)", o.timeout))
             }
@@ -90,9 +92,10 @@ impl Options {
             o if !(4096..=1 << 30).contains(&o.piece) => {
                 wrong(format!("writes of up to {} bytes; 4096 to 2^30", o.piece))
             }
-            o if o.in_flight < o.piece => {
-                wrong(format!("{} bytes in flight, less than one write of {}", o.in_flight, o.piece))
-            }
+            o if o.in_flight < o.piece => wrong(format!(
+                "{} bytes in flight, less than one write of {}",
+                o.in_flight, o.piece
+            )),
             o if o.port.is_some_and(|port| port == 0 || port > 255) => {
                 wrong("ports are numbered from 1 to 255".into())
             }
@@ -258,7 +261,8 @@ fn on(nic: &Nic, options: &Options) -> Result<Chosen> {
         Some(number) => nic.ports.iter().find(|p| p.number == number).filter(active),
     };
     let Some(port) = port.filter(|_| nic.accessible) else {
-        let asked = options.port.map_or(String::new(), |port| format!("; port {port} is asked for"));
+        let asked =
+            options.port.map_or(String::new(), |port| format!("; port {port} is asked for"));
         return missing(format!("{} has no active port to use{asked}", describe(nic)));
     };
     let gid = match options.gid_index {
@@ -300,8 +304,7 @@ mod tests {
     }
 
     fn nic(name: &str, state: PortState, link_layer: LinkLayer, gids: Vec<Gid>) -> Nic {
-        let port =
-            NicPort { number: 1, state, physical: None, rate_mbps: None, link_layer, gids };
+        let port = NicPort { number: 1, state, physical: None, rate_mbps: None, link_layer, gids };
         Nic {
             name: name.into(),
             pci: None,
@@ -342,7 +345,8 @@ mod tests {
         assert_eq!(check(&nics, Options::default(), 1), [("b".into(), None)]);
         let options = Options { gid_index: Some(1), ..Options::default() };
         assert_eq!(check(&nics, options, 0), [("a".into(), Some((1, Family::LinkLocal)))]);
-        let options = Options { devices: vec!["b".into(), "a".into()], nics: 2, ..Options::default() };
+        let options =
+            Options { devices: vec!["b".into(), "a".into()], nics: 2, ..Options::default() };
         let names: Vec<_> = check(&nics, options, 5).into_iter().map(|one| one.0).collect();
         assert_eq!(names, ["b", "a"]);
     }
@@ -354,7 +358,10 @@ mod tests {
             let options = Options { nics: 2, ..Options::default() };
             check(&nics, options, local).into_iter().map(|one| one.0).collect()
         };
-        assert_eq!((names(0), names(1)), (vec!["a".into(), "b".into()], vec!["c".into(), "d".into()]));
+        assert_eq!(
+            (names(0), names(1)),
+            (vec!["a".into(), "b".into()], vec!["c".into(), "d".into()])
+        );
         assert_eq!(names(2), names(0));
     }
 
@@ -364,7 +371,7 @@ mod tests {
         assert!(refused(&[], Options::default()).contains("no RDMA device"));
         assert!(refused(&[roce("a")], named("z")).contains("no RDMA device z; known: a"));
         let down = nic("d", PortState::Down, LinkLayer::Ethernet, vec![]);
-        assert!(refused(&[down.clone()], Options::default()).contains("port 1 Down"));
+        assert!(refused(std::slice::from_ref(&down), Options::default()).contains("port 1 Down"));
         assert!(refused(&[down], named("d")).contains("no active port"));
         let hidden = Nic { accessible: false, ..roce("h") };
         assert!(refused(&[hidden], Options::default()).contains("/dev/infiniband"));

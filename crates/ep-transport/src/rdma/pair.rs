@@ -157,9 +157,8 @@ impl Pair {
                 max_inline_data: inline as u32,
             };
             // SAFETY: a live domain and queue of one context.
-            let raw = unsafe {
-                (domain.context.library.ibv_create_qp)(domain.raw.as_ptr(), &mut init)
-            };
+            let raw =
+                unsafe { (domain.context.library.ibv_create_qp)(domain.raw.as_ptr(), &mut init) };
             NonNull::new(raw)
         };
         let (raw, inline) = match create(INLINE) {

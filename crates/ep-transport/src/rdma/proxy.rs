@@ -124,6 +124,7 @@ impl<D: Device> Proxy<D> {
             busy |= self.post()?;
             self.tell()?;
             self.judge();
+            self.shared.passed(self.setup.nic);
             self.shared.retire(self.setup.nic, self.tickets.retire());
             if self.shared.stopping() {
                 let deadline = *ending.get_or_insert_with(|| Deadline::after(self.setup.drain));
@@ -177,7 +178,8 @@ impl<D: Device> Proxy<D> {
         let mut posted = false;
         for peer in (0..world).map(|i| (first + i) % world) {
             for _ in 0..BURST {
-                if self.in_flight >= self.setup.in_flight {
+                let room = self.setup.in_flight.saturating_sub(self.in_flight);
+                if room == 0 {
                     self.first = peer;
                     return Ok(posted);
                 }
@@ -186,7 +188,7 @@ impl<D: Device> Proxy<D> {
                     let at = self.shared.layout.credit_in(peer, self.setup.nic);
                     remote.sender.credit(self.shared.words.credit(at));
                 }
-                let Some((post, ticket, last)) = remote.sender.next() else { break };
+                let Some((post, ticket, last)) = remote.sender.next(room) else { break };
                 self.tickets.posted(ticket);
                 if last {
                     self.tickets.close(ticket);
@@ -206,7 +208,11 @@ impl<D: Device> Proxy<D> {
                 let from = shared.layout.record_out(peer, nic, record.epoch);
                 // Free: the epoch that had the place before is complete at the peer.
                 shared.words.set_record(from, &record);
-                (from, shared.layout.record_in(shared.rank(), nic, record.epoch), size_of_val(&record))
+                (
+                    from,
+                    shared.layout.record_in(shared.rank(), nic, record.epoch),
+                    size_of_val(&record),
+                )
             }
         };
         if let What::Bytes { .. } = post.what {
@@ -271,9 +277,12 @@ impl<D: Device> Proxy<D> {
 
     fn arrived(&mut self, id: Id, immediate: Option<u32>) -> Result<()> {
         self.device.receive(id.peer, id.pair)?;
-        let Some(remote) = self.remotes[id.peer].as_mut().filter(|r| !r.gone) else { return Ok(()) };
+        let Some(remote) = self.remotes[id.peer].as_mut().filter(|r| !r.gone) else {
+            return Ok(());
+        };
         remote.consumed = remote.consumed.wrapping_add(1);
-        let counted = immediate.and_then(Immediate::decode).ok_or_else(|| "no immediate".to_owned());
+        let counted =
+            immediate.and_then(Immediate::decode).ok_or_else(|| "no immediate".to_owned());
         let counted = counted.and_then(|immediate| {
             if !immediate.signal {
                 return remote.arrivals.write(immediate.epoch);
@@ -303,8 +312,7 @@ impl<D: Device> Proxy<D> {
         let depth = self.setup.limits.depth;
         for peer in 0..self.remotes.len() {
             let Some(remote) = self.remotes[peer].as_mut() else { continue };
-            let now =
-                Credit { immediates: remote.consumed, epochs: remote.arrivals.complete() };
+            let now = Credit { immediates: remote.consumed, epochs: remote.arrivals.complete() };
             let news = now.immediates.wrapping_sub(remote.told.immediates) >= (depth / 4).max(1)
                 || now.epochs.wrapping_sub(remote.told.epochs) >= super::arrivals::WINDOW / 4;
             if !news || remote.telling || remote.gone {
@@ -391,9 +399,14 @@ impl<D: Device> Proxy<D> {
             self.commands.awake();
             return Ok(());
         }
+        for (peer, remote) in self.remotes.iter().enumerate() {
+            let unsent = remote.as_ref().is_some_and(|remote| !remote.sender.idle());
+            self.shared.set_unsent(self.setup.nic, peer, unsent);
+        }
         let waits = |r: &Remote| r.sender.waiting();
         let starved = self.remotes.iter().flatten().any(waits) || !self.doubtful.is_empty();
-        let bound = if starved || self.shared.stopping.load(Ordering::Acquire) { STARVED } else { SLICE };
+        let bound =
+            if starved || self.shared.stopping.load(Ordering::Acquire) { STARVED } else { SLICE };
         let slept = self.device.sleep(self.bell.as_fd(), bound);
         self.commands.awake();
         let mut rings = [0u8; 8];

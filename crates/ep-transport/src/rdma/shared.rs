@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex};
 
@@ -9,6 +10,9 @@ use super::layout::{Layout, Words};
 use crate::flags::FlagBoard;
 use crate::ring::Command;
 use crate::{Deadline, Group, Result, TransportError};
+
+/// The longest that proxies are waited for before a peer counts as gone.
+const SETTLE: Duration = Duration::from_millis(200);
 
 /// A command, as it goes through the ring.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -56,6 +60,10 @@ pub(super) struct Shared {
     parts: Vec<AtomicU32>,
     /// Up to which command each NIC's are done.
     retired: Vec<AtomicU64>,
+    /// How often each NIC's proxy has looked at everything.
+    passes: Vec<AtomicU64>,
+    /// Peers for which a NIC has something left to send, by NIC and peer; told before sleeps.
+    unsent: Vec<AtomicBool>,
     waiters: Mutex<()>,
     progress: Condvar,
     waiting: AtomicU32,
@@ -85,6 +93,8 @@ impl Shared {
             words,
             parts,
             retired: (0..nics).map(|_| AtomicU64::new(0)).collect(),
+            unsent: (0..nics * world).map(|_| AtomicBool::new(false)).collect(),
+            passes: (0..nics).map(|_| AtomicU64::new(0)).collect(),
             waiters: Mutex::new(()),
             progress: Condvar::new(),
             waiting: AtomicU32::new(0),
@@ -138,6 +148,29 @@ impl Shared {
         true
     }
 
+    /// Whether `nic` has something left to send to `peer`.
+    pub(super) fn set_unsent(&self, nic: usize, peer: usize, unsent: bool) {
+        self.unsent[nic * self.world() + peer].store(unsent, Ordering::Relaxed);
+    }
+
+    /// The proxy of `nic` has looked at everything once more.
+    pub(super) fn passed(&self, nic: usize) {
+        self.passes[nic].fetch_add(1, Ordering::Release);
+    }
+
+    /// Waits, not for long, until every proxy has taken whatever the NICs had to report by now.
+    pub(super) fn settle(&self, wake: impl Fn()) {
+        // The pass under way may have looked already.
+        let of = |pass: &AtomicU64| pass.load(Ordering::Acquire).saturating_add(2);
+        let goals: Vec<u64> = self.passes.iter().map(of).collect();
+        let deadline = Deadline::after(SETTLE);
+        let behind = || self.passes.iter().zip(&goals).any(|(p, &g)| p.load(Ordering::Acquire) < g);
+        while behind() && !deadline.expired() {
+            wake();
+            std::thread::sleep(Duration::from_micros(200));
+        }
+    }
+
     /// All commands of `nic` before `ticket` are done.
     pub(super) fn retire(&self, nic: usize, ticket: u64) {
         if self.retired[nic].swap(ticket, Ordering::SeqCst) != ticket
@@ -175,11 +208,16 @@ impl Shared {
                 break health;
             }
             if deadline.expired() {
-                let (peers, after) = (Vec::new(), deadline.length());
-                let hint = ": the NIC has not sent everything".into();
+                let unsent = |peer: &usize| {
+                    let nics = 0..self.retired.len();
+                    let at = |nic| &self.unsent[nic * self.world() + peer];
+                    nics.map(at).any(|unsent| unsent.load(Ordering::Relaxed))
+                };
+                let peers: Vec<usize> = (0..self.world()).filter(unsent).collect();
+                let (after, hint) = (deadline.length(), " to all that was sent".into());
                 break Err(TransportError::Timeout { op, peers, after, hint });
             }
-            let slice = deadline.remaining().min(std::time::Duration::from_millis(50));
+            let slice = deadline.remaining().min(Duration::from_millis(50));
             self.progress.wait_for(&mut guard, slice);
         };
         self.waiting.fetch_sub(1, Ordering::SeqCst);

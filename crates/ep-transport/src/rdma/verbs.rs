@@ -157,7 +157,10 @@ impl Context {
             // SAFETY: as for `named`; an open context does not need the list any more.
             let raw = NonNull::new(unsafe { (library.ibv_open_device)(device) });
             raw.ok_or_else(|| {
-                last("ibv_open_device", format!("{name}: may this user open its /dev/infiniband node?"))
+                last(
+                    "ibv_open_device",
+                    format!("{name}: may this user open its /dev/infiniband node?"),
+                )
             })
         });
         // SAFETY: made above and not used any more.
@@ -195,8 +198,9 @@ impl Context {
     pub(super) fn gid(&self, port: u8, index: u32) -> Result<[u8; 16]> {
         let mut gid = ffi::ibv_gid { raw: [0; 16] };
         // SAFETY: an open context; `gid` is written.
-        let code =
-            unsafe { (self.library.ibv_query_gid)(self.raw.as_ptr(), port, index as c_int, &mut gid) };
+        let code = unsafe {
+            (self.library.ibv_query_gid)(self.raw.as_ptr(), port, index as c_int, &mut gid)
+        };
         if code != 0 {
             return Err(last("ibv_query_gid", format!("GID {index} of {}", self.name)));
         }

@@ -1,0 +1,325 @@
+//! Links over a simulated fabric that delivers in any order.
+//!
+//! Writes reach the peer's memory whenever chance says, piece by piece, those of one queue pair
+//! among each other too; an immediate is reported when its own write is whole, whatever is missing
+//! of others; a peer can stop answering. That is less than any fabric promises.
+
+use std::collections::HashMap;
+use std::os::fd::BorrowedFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use parking_lot::Mutex;
+
+use super::device::{Completion, Device, Id, Kind};
+use super::layout::Layout;
+use super::link::{Opened, RdmaLink};
+use super::nodes::Nodes;
+use super::options::Options;
+use super::pair::Write;
+use crate::conformance::{Member, run, run_members};
+use crate::{Deadline, ErrorKind, Group, Link, Put, Queue, Result, Transport, WindowSpec};
+
+/// A write that its sender's device has not reported as done.
+struct Flying {
+    from: usize,
+    id: Id,
+    write: Write,
+    /// Bytes that have arrived.
+    done: usize,
+    whole: bool,
+}
+
+/// What the devices of one NIC number share.
+#[derive(Default)]
+struct Fabric {
+    /// In the order of posting.
+    flying: Vec<Flying>,
+    /// What each rank's device will report.
+    reports: HashMap<usize, Vec<Completion>>,
+    /// Room for immediates, by (rank, peer, pair).
+    room: HashMap<(usize, usize, usize), usize>,
+    /// The regions of ranks whose devices exist.
+    bases: HashMap<usize, u64>,
+    /// Ranks that answer nothing any more.
+    dead: Vec<usize>,
+    random: u64,
+    /// An immediate came for which there was no room.
+    overrun: bool,
+}
+
+impl Fabric {
+    fn random(&mut self, n: usize) -> usize {
+        self.random = self.random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(99);
+        (self.random >> 33) as usize % n
+    }
+
+    /// Lets chance move something.
+    fn step(&mut self) {
+        let moving: Vec<usize> =
+            (0..self.flying.len()).filter(|&i| !self.flying[i].whole).collect();
+        if moving.is_empty() {
+            return;
+        }
+        let index = moving[self.random(moving.len())];
+        let piece = 1 + self.random(40_000);
+        let Flying { from, id, write, done, .. } = self.flying[index];
+        if self.dead.contains(&id.peer) || !self.bases.contains_key(&id.peer) {
+            self.flying.remove(index);
+            let (status, detail) = (12, "nobody answers".to_owned());
+            self.report(from, Completion::Failed { id, status, detail });
+            return;
+        }
+        let bytes = piece.min(write.bytes as usize - done);
+        // SAFETY: both regions are mapped while their devices exist, which `bases` tells of one and
+        // a flying write of the other; a device ends under the fabric's lock.
+        unsafe {
+            let source = (write.local as usize + done) as *const u8;
+            let target = (write.remote as usize + done) as *mut u8;
+            std::ptr::copy_nonoverlapping(source, target, bytes);
+        }
+        self.flying[index].done += bytes;
+        if done + bytes == write.bytes as usize {
+            self.flying[index].whole = true;
+            self.arrived(from, id, write.immediate);
+            self.settle();
+        }
+    }
+
+    fn arrived(&mut self, from: usize, id: Id, immediate: Option<u32>) {
+        if immediate.is_none() {
+            return;
+        }
+        let room = self.room.entry((id.peer, from, id.pair)).or_default();
+        match room.checked_sub(1) {
+            Some(left) => *room = left,
+            None => self.overrun = true,
+        }
+        let receive = Id { kind: Kind::Receive, peer: from, pair: id.pair };
+        self.report(id.peer, Completion::Arrived { id: receive, immediate });
+    }
+
+    /// Reports to senders, in the order of posting on each queue pair.
+    fn settle(&mut self) {
+        let mut held: Vec<(usize, usize, usize)> = Vec::new();
+        for flying in std::mem::take(&mut self.flying) {
+            let pair = (flying.from, flying.id.peer, flying.id.pair);
+            if !flying.whole || held.contains(&pair) {
+                held.push(pair);
+                self.flying.push(flying);
+            } else if flying.write.signalled {
+                self.report(flying.from, Completion::Written(flying.id));
+            }
+        }
+    }
+
+    fn report(&mut self, rank: usize, completion: Completion) {
+        self.reports.entry(rank).or_default().push(completion);
+    }
+}
+
+impl std::fmt::Debug for SimulatedDevice {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "SimulatedDevice({})", self.rank)
+    }
+}
+
+struct SimulatedDevice {
+    rank: usize,
+    fabric: Arc<Mutex<Fabric>>,
+}
+
+impl Device for SimulatedDevice {
+    unsafe fn write(&mut self, peer: usize, pair: usize, write: &Write) -> Result<()> {
+        let id = Id::decode(write.id);
+        assert_eq!((id.peer, id.pair), (peer, pair));
+        let flying = Flying { from: self.rank, id, write: *write, done: 0, whole: false };
+        self.fabric.lock().flying.push(flying);
+        Ok(())
+    }
+
+    fn receive(&mut self, peer: usize, pair: usize) -> Result<()> {
+        *self.fabric.lock().room.entry((self.rank, peer, pair)).or_default() += 1;
+        Ok(())
+    }
+
+    fn poll(&mut self, into: &mut Vec<Completion>) -> Result<()> {
+        let mut fabric = self.fabric.lock();
+        (0..4).for_each(|_| fabric.step());
+        assert!(!fabric.overrun, "more immediates than there is room for");
+        into.append(fabric.reports.entry(self.rank).or_default());
+        Ok(())
+    }
+
+    fn sleep(&mut self, _bell: BorrowedFd<'_>, _bound: Duration) -> Result<()> {
+        std::thread::yield_now();
+        Ok(())
+    }
+
+    fn arm(&mut self) -> Result<()> {
+        Ok(())
+    }
+
+    fn number(&self, peer: usize, pair: usize) -> u32 {
+        (peer * 100 + pair) as u32
+    }
+
+    fn remote(&self, peer: usize, at: usize) -> (u64, u32) {
+        let base = self.fabric.lock().bases.get(&peer).copied();
+        (base.map_or(0, |base| base + at as u64), 0)
+    }
+
+    fn local_key(&self) -> u32 {
+        0
+    }
+}
+
+impl Drop for SimulatedDevice {
+    fn drop(&mut self) {
+        let mut fabric = self.fabric.lock();
+        fabric.bases.remove(&self.rank);
+        let rank = self.rank;
+        fabric.flying.retain(|flying| flying.from != rank);
+    }
+}
+
+type Fabrics = Arc<Mutex<HashMap<(usize, usize), Arc<Mutex<Fabric>>>>>;
+
+/// One rank's transport over fabrics that all ranks share, one for each window and NIC.
+#[derive(Debug)]
+struct Simulated {
+    fabrics: Shared,
+    options: Options,
+    opened: AtomicUsize,
+    seed: u64,
+}
+
+#[derive(Clone, Default)]
+struct Shared(Fabrics);
+
+impl std::fmt::Debug for Shared {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("fabrics")
+    }
+}
+
+impl Simulated {
+    fn fabric(&self, window: usize, nic: usize) -> Arc<Mutex<Fabric>> {
+        let mut all = self.fabrics.0.lock();
+        let random = self.seed + (window * 8 + nic) as u64;
+        let new = || Arc::new(Mutex::new(Fabric { random, ..Fabric::default() }));
+        all.entry((window, nic)).or_insert_with(new).clone()
+    }
+}
+
+impl Transport for Simulated {
+    fn name(&self) -> &'static str {
+        "simulated"
+    }
+
+    fn open(&self, group: &Group, spec: WindowSpec, deadline: Deadline) -> Result<Arc<dyn Link>> {
+        spec.agree(group, self.name(), deadline)?;
+        let window = self.opened.fetch_add(1, Ordering::Relaxed);
+        let (rank, options) = (group.rank(), &self.options);
+        let nodes = Nodes::meet(group, options.node, deadline)?;
+        let layout = Layout::new(spec, group.world(), options.nics)?;
+        let regions = nodes.share(group, layout.bytes, deadline)?;
+        let base = regions[rank].as_ref().expect("a window").base().as_ptr() as u64;
+        let device = |nic| {
+            let fabric = self.fabric(window, nic);
+            let mut locked = fabric.lock();
+            locked.bases.insert(rank, base);
+            for &peer in nodes.bulk() {
+                for pair in 0..options.queue_pairs {
+                    locked.room.insert((rank, peer, pair), options.depth);
+                }
+            }
+            drop(locked);
+            (SimulatedDevice { rank, fabric }, Vec::new())
+        };
+        let devices = (0..options.nics).map(device).collect();
+        group.all_gather_within("open", &[], deadline)?;
+        let opened = Opened { group: group.clone(), spec, layout, regions, nodes };
+        let link = RdmaLink::start(opened, devices, options)?;
+        Ok(link)
+    }
+}
+
+/// Ranks in nodes of `per_node`, with small queues so that bounds are met.
+fn members(
+    world: usize,
+    (nics, queue_pairs, per_node): (usize, usize, usize),
+    seed: u64,
+) -> (Vec<Member>, Shared) {
+    let fabrics = Shared::default();
+    let groups = Group::local(world).unwrap().into_iter();
+    let member = |group: Group| -> Member {
+        let node = Some((group.rank() / per_node) as u64);
+        let small =
+            Options { depth: 8, piece: 4096, stripe: 512, in_flight: 16_384, ..Options::default() };
+        let options = Options { nics, queue_pairs, node, ..small };
+        let fabrics = fabrics.clone();
+        (group, Box::new(Simulated { fabrics, options, opened: AtomicUsize::new(0), seed }))
+    };
+    (groups.map(member).collect(), fabrics)
+}
+
+mod one_nic {
+    crate::conformance_suite!(|world| super::members(world, (1, 1, 1), 11).0);
+}
+
+mod two_nics_three_queue_pairs {
+    crate::conformance_suite!(|world| super::members(world, (2, 3, 1), 12).0);
+}
+
+mod nodes_of_two {
+    crate::conformance_suite!(|world| super::members(world, (2, 1, 2), 13).0);
+}
+
+/// Many orders of delivery, each with its own seed.
+#[test]
+fn data_is_there_whatever_the_order() {
+    for seed in 0..30 {
+        let make =
+            |world| members(world, (1 + seed as usize % 2, 1 + seed as usize % 3, 1), seed).0;
+        run_members("data_before_signal_is_visible", make(3), Duration::from_secs(20)).unwrap();
+    }
+    run("sources_may_change_after_flush", |world| members(world, (2, 2, 1), 5).0).unwrap();
+}
+
+/// A peer that answers nothing any more is named to everyone, with the queue pair.
+#[test]
+fn a_dead_peer_is_everyones_error() {
+    let (members, fabrics) = members(3, (1, 1, 1), 3);
+    let spec = WindowSpec { bytes: 1 << 16, flags: 1 };
+    let limit = Duration::from_secs(10);
+    std::thread::scope(|scope| {
+        for (group, transport) in members {
+            let fabrics = fabrics.clone();
+            scope.spawn(move || {
+                let (rank, queue) = (group.rank(), Queue::host());
+                let link = transport.open(&group, spec, Deadline::after(limit)).unwrap();
+                group.barrier().unwrap();
+                if rank == 0 {
+                    fabrics.0.lock()[&(0, 0)].lock().dead.push(2);
+                    let put = Put { peer: 2, from: 0, to: 0, bytes: 1 << 16 };
+                    link.put(&queue, put).unwrap();
+                    link.signal(&queue, 2, 0).unwrap();
+                    let flushed = link.flush(&queue, Deadline::after(limit)).unwrap_err();
+                    assert_eq!((flushed.kind(), flushed.peer()), (ErrorKind::PeerLost, Some(2)));
+                    let text = flushed.to_string();
+                    assert!(text.contains("queue pair 200 to rank 2: nobody answers"), "{text}");
+                    let refused = link.put(&queue, put).unwrap_err();
+                    assert_eq!(refused.peer(), Some(2), "{refused}");
+                }
+                let start = std::time::Instant::now();
+                let waited =
+                    link.wait(&queue, "wait", &[(rank + 1) % 3], 0, Deadline::after(limit));
+                let error = waited.unwrap_err();
+                assert_eq!(error.peer(), Some(2), "rank {rank}: {error}");
+                assert!(start.elapsed() < limit / 2, "{:?}", start.elapsed());
+            });
+        }
+    });
+}
