@@ -4,6 +4,7 @@ mod api;
 mod bench;
 mod mutate;
 mod process;
+mod rdma_vm;
 mod style;
 mod test;
 mod tidy;
@@ -62,6 +63,13 @@ enum Command {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         args: Vec<std::ffi::OsString>,
     },
+    /// Run a program in a throw-away virtual machine that has RDMA devices
+    #[command(disable_help_flag = true)]
+    RdmaVm {
+        /// Options, then the program and its arguments (`cargo xtask rdma-vm -h` says which)
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        args: Vec<std::ffi::OsString>,
+    },
     /// Run every check of the project, as CI does
     Test(test::Options),
     /// Check the project's invariants that can be checked mechanically
@@ -78,6 +86,7 @@ fn main() -> ExitCode {
         Command::Topo { args } => bench::command("topo", &args),
         Command::Preflight { args } => bench::command("preflight", &args),
         Command::Kernels { args } => bench::kernels(&args),
+        Command::RdmaVm { args } => rdma_vm::run(&args),
         Command::Test(options) => test::run(&options),
         Command::Tidy => tidy::run(),
         Command::Mutate(options) => mutate::run(&options),
@@ -120,6 +129,17 @@ mod tests {
             };
             assert_eq!(args, ["--help", "--json"]);
         }
+    }
+
+    #[test]
+    fn rdma_vm_passes_options_and_the_program_on() {
+        let cli =
+            Cli::try_parse_from(["xtask", "rdma-vm", "-t", "60", "--", "sh", "-c", "x"]).unwrap();
+        let Command::RdmaVm { args } = cli.command else { panic!("not rdma-vm") };
+        assert_eq!(args, ["-t", "60", "--", "sh", "-c", "x"]);
+        let cli = Cli::try_parse_from(["xtask", "rdma-vm", "--", "ls", "-l"]).unwrap();
+        let Command::RdmaVm { args } = cli.command else { panic!("not rdma-vm") };
+        assert_eq!(args, ["ls", "-l"]);
     }
 
     #[test]

@@ -6,7 +6,7 @@ use std::time::Duration;
 use clap::builder::PossibleValuesParser;
 
 use super::count::{Counts, failures, ignored};
-use super::{Context, Outcome, Verdict, smoke};
+use super::{Context, Outcome, Verdict, rdma, smoke};
 use crate::process::{self, Finished};
 use crate::style::colours;
 use crate::{api, tidy, tools, workspace};
@@ -29,6 +29,7 @@ pub const STEPS: &[Step] = &[
     Step { name: "examples", title: "every example runs to its end", run: examples },
     Step { name: "bench", title: "small benchmarks on hosts verify", run: smoke::bench },
     Step { name: "kernels", title: "GPU kernels compile everywhere, nothing spills", run: kernels },
+    Step { name: "rdma", title: "real verbs on devices of a virtual machine", run: rdma::rdma },
     Step { name: "api", title: "the public API is the one in docs/api", run: public_api },
     Step { name: "aarch64", title: "the workspace compiles for 64-bit Arm", run: aarch64 },
 ];
@@ -54,7 +55,7 @@ pub fn cargo(context: &Context, args: &[&str]) -> Command {
 }
 
 /// Runs one program that either succeeds or not.
-fn check(context: &Context, command: Command, limit: Duration) -> Outcome {
+pub fn check(context: &Context, command: Command, limit: Duration) -> Outcome {
     match process::run(command, limit, context.echo) {
         Ok(done) if done.success() => Outcome::passed(),
         Ok(done) => Outcome::failed(done.why(), done.tail(TAIL)),
@@ -63,7 +64,7 @@ fn check(context: &Context, command: Command, limit: Duration) -> Outcome {
 }
 
 /// Runs a `cargo test`: it must succeed and must have run tests.
-fn cargo_test(context: &Context, command: Command, limit: Duration) -> Outcome {
+pub fn cargo_test(context: &Context, command: Command, limit: Duration) -> Outcome {
     match process::run(command, limit, context.echo) {
         Ok(done) => judge(&done),
         Err(why) => Outcome::failed(why, String::new()),
@@ -90,7 +91,7 @@ fn judge(done: &Finished) -> Outcome {
 }
 
 /// Whether `cargo NAME` is there.
-fn has_component(context: &Context, name: &str) -> bool {
+pub fn has_component(context: &Context, name: &str) -> bool {
     cargo(context, &[name, "--version"]).output().is_ok_and(|out| out.status.success())
 }
 

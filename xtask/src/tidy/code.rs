@@ -96,8 +96,13 @@ pub fn unwrap(input: &Input) -> Vec<String> {
 
 /// Why a test may be skipped: what it needs is no part of every machine, it only measures, it takes
 /// too long for every change, or another test runs it.
-const REASONS: [&str; 4] =
-    ["needs a GPU", "measures", "takes minutes", "runs in a process of its own"];
+const REASONS: [&str; 5] = [
+    "needs a GPU",
+    "needs RDMA devices",
+    "measures",
+    "takes minutes",
+    "runs in a process of its own",
+];
 
 pub fn ignored(input: &Input) -> Vec<String> {
     let mut found = Vec::new();

@@ -1,0 +1,178 @@
+//! The step `rdma`: the tests of real verbs, all in one boot of a virtual machine that has devices.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use serde_json::Value;
+
+use super::steps::{TAIL, cargo, cargo_test, check, has_component};
+use super::{Context, Outcome};
+use crate::process::{self, Finished};
+use crate::rdma_vm;
+use crate::workspace::Workspace;
+
+/// Where the machine finds the scripts.
+const FOLDER: &str = "/rdma-vm";
+const LINTS: Duration = Duration::from_secs(15 * 60);
+const BUILD: Duration = Duration::from_secs(15 * 60);
+/// For the machine, from boot to end, in seconds. It emulates its CPUs where there is no KVM.
+const RUN: u64 = 600;
+/// MiB; the machine takes what is used of it.
+const MEMORY: &str = "2048";
+
+pub fn rdma(context: &Context) -> Outcome {
+    if let Err(outcome) = prepared(context) {
+        return outcome;
+    }
+    let crates = with_feature(&context.workspace);
+    if crates.is_empty() {
+        return Outcome::failed("no crate has the feature rdma", String::new());
+    }
+    let lints = clippy(context, &crates);
+    if lints.is_failure() {
+        return lints;
+    }
+    let programs = match build(context, &crates) {
+        Ok(programs) => programs,
+        Err(outcome) => return outcome,
+    };
+    let limit = Duration::from_secs(RUN + 60);
+    let mut outcome = cargo_test(context, in_vm(&context.workspace, &programs), limit);
+    outcome.counts += lints.counts;
+    outcome
+}
+
+/// Everything that is no part of the project is there.
+fn prepared(context: &Context) -> Result<(), Outcome> {
+    if !cfg!(target_arch = "x86_64") {
+        return Err(Outcome::missing(context, "the virtual machine is an x86-64 one", true));
+    }
+    let apt = Command::new("apt-get").arg("--version").output();
+    if !apt.is_ok_and(|out| out.status.success()) {
+        let why = "the virtual machine's kernel and tools come from Debian, which this is not";
+        return Err(Outcome::missing(context, why, true));
+    }
+    let missing = |why: String| Outcome::missing(context, &why, false);
+    let packages = rdma_vm::missing_packages(&context.workspace).map_err(missing)?;
+    if !packages.is_empty() {
+        return Err(missing(format!("not installed: {}", packages.join(" "))));
+    }
+    if !has_component(context, "clippy") {
+        return Err(missing("clippy is not installed".into()));
+    }
+    rdma_vm::fetch_kernel(&context.workspace, context.echo).map_err(missing)
+}
+
+/// The crates that have the feature.
+fn with_feature(workspace: &Workspace) -> Vec<&str> {
+    let members = workspace.members();
+    let having = members.iter().filter(|m| m.package["features"]["rdma"].is_array());
+    having.map(|m| m.name).collect()
+}
+
+/// Selects `crates` with the feature.
+fn selection(crates: &[&str]) -> Vec<String> {
+    crates
+        .iter()
+        .flat_map(|name| ["--package".into(), (*name).into(), format!("--features={name}/rdma")])
+        .collect()
+}
+
+/// The lints of what the feature adds, which those of the workspace do not see.
+fn clippy(context: &Context, crates: &[&str]) -> Outcome {
+    let mut command = cargo(context, &["clippy", "--all-targets"]);
+    command.args(selection(crates)).args(["--", "-D", "warnings"]);
+    check(context, command, LINTS)
+}
+
+/// Builds the test programs whose names start with `rdma`.
+fn build(context: &Context, crates: &[&str]) -> Result<Vec<PathBuf>, Outcome> {
+    let mut command = cargo(context, &["test", "--profile", "checked", "--no-run"]);
+    command.args(selection(crates)).args(["--test", "rdma*"]);
+    command.args(["--message-format", "json-render-diagnostics"]);
+    let done =
+        process::run(command, BUILD, false).map_err(|why| Outcome::failed(why, "".into()))?;
+    let programs = programs(&done.output);
+    if done.success() && !programs.is_empty() {
+        return Ok(programs);
+    }
+    let output = done.output.lines().filter(|line| !line.starts_with('{')).collect::<Vec<_>>();
+    let readable = Finished { status: done.status, output: output.join("\n") };
+    Err(Outcome::failed("the tests do not build", readable.tail(TAIL)))
+}
+
+/// The test programs that cargo's messages name.
+fn programs(output: &str) -> Vec<PathBuf> {
+    let messages = output.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
+    let built = messages.filter(|message| message["profile"]["test"] == true);
+    built.filter_map(|message| Some(message["executable"].as_str()?.into())).collect()
+}
+
+/// The machine that checks itself and then runs `programs`.
+fn in_vm(workspace: &Workspace, programs: &[PathBuf]) -> Command {
+    let inside = |name: &str| format!("{FOLDER}/{name}");
+    let mut command = rdma_vm::command(workspace);
+    command.args(["-m", MEMORY, "-t", &RUN.to_string(), "-f", "ib_write_bw"]);
+    for name in ["bandwidth.sh", "selftest.sh", "tests.sh"] {
+        let script = rdma_vm::script(workspace, name);
+        command.arg("-f").arg(format!("{}:{}", script.display(), inside(name)));
+    }
+    for program in programs {
+        command.arg("-f").arg(program);
+    }
+    for name in passed_on(std::env::vars_os().filter_map(|(name, _)| name.into_string().ok())) {
+        command.args(["-e", &name]);
+    }
+    command.args(["-e", &format!("EP_TEST_RDMA_BANDWIDTH={}", inside("bandwidth.sh"))]);
+    command.args(["--", "sh", &inside("tests.sh"), &inside("selftest.sh")]);
+    command.args(programs.iter().map(PathBuf::as_path).map(Path::as_os_str));
+    command
+}
+
+/// The variables that tests in the machine see.
+fn passed_on(names: impl Iterator<Item = String>) -> Vec<String> {
+    names.filter(|name| name == "RUST_BACKTRACE" || name.starts_with("EP_TEST_")).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn test_programs_are_told_from_other_artifacts() {
+        let output = r#"   Compiling ep-transport
+{"reason":"compiler-artifact","profile":{"test":false},"executable":null}
+{"reason":"compiler-artifact","profile":{"test":false},"executable":"/t/ep-bench"}
+{"reason":"compiler-artifact","profile":{"test":true},"executable":"/t/deps/rdma-1"}
+{"reason":"compiler-artifact","profile":{"test":true},"executable":"/t/deps/rdma-2"}
+{"reason":"build-finished","success":true}
+"#;
+        assert_eq!(programs(output), ["/t/deps/rdma-1", "/t/deps/rdma-2"].map(PathBuf::from));
+        assert!(programs("error: could not compile").is_empty());
+    }
+
+    #[test]
+    fn every_crate_is_selected_with_its_feature() {
+        let expected =
+            ["--package", "a", "--features=a/rdma", "--package", "b", "--features=b/rdma"];
+        assert_eq!(selection(&["a", "b"]), expected);
+    }
+
+    #[test]
+    fn tests_see_no_other_variables() {
+        let names = ["PATH", "EP_TEST_SEED", "RUST_BACKTRACE", "EP_TIMEOUT"].map(str::to_owned);
+        assert_eq!(passed_on(names.into_iter()), ["EP_TEST_SEED", "RUST_BACKTRACE"]);
+    }
+
+    #[test]
+    fn the_machine_is_given_scripts_and_programs() {
+        let workspace = Workspace::load(false).unwrap();
+        let command = in_vm(&workspace, &["/t/deps/rdma-1".into()]);
+        let args: Vec<_> = command.get_args().map(|arg| arg.to_string_lossy()).collect();
+        let at = args.iter().position(|arg| arg == "--").unwrap();
+        let expected = ["sh", "/rdma-vm/tests.sh", "/rdma-vm/selftest.sh", "/t/deps/rdma-1"];
+        assert_eq!(args[at + 1..], expected);
+        assert!(args[..at].windows(2).any(|pair| pair == ["-f", "/t/deps/rdma-1"]));
+    }
+}
