@@ -23,7 +23,10 @@ need libibverbs1 library libibverbs.so.1
 need librdmacm1 library librdmacm.so.1
 [ "${1-}" != vm ] || exit 0
 
-# The feature `rdma` is built from rdma-core's headers, which bindgen reads with libclang.
+# The crate ibverbs-sys configures rdma-core with cmake, and bindgen reads its headers with libclang.
+need cmake program cmake
+need make program make
+need pkg-config program pkg-config
 need libibverbs-dev file /usr/include/infiniband/verbs.h
 if [ -z "${LIBCLANG_PATH-}" ] && ! library libclang.so; then
     need libclang-dev file '/usr/lib/llvm-*/lib/libclang*.so*'
