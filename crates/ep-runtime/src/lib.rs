@@ -46,7 +46,9 @@
 //! # Ok::<(), EpError>(())
 //! ```
 //!
-//! Ranks are threads here; as processes (`Group::from_env`) they make the same calls.
+//! Ranks are threads here; as processes (`Group::from_env`) they make the same calls. What runs beside
+//! compute, on which SMs and in which order, is what [`sched`] is about: a [`Pipeline`] hides the
+//! communication of micro-batches behind their experts.
 #![warn(missing_debug_implementations)]
 
 mod combine;

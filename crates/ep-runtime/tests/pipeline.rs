@@ -23,6 +23,8 @@ struct How {
 }
 
 impl How {
+    const PLAIN: Self = Self { layout: Layout::RankMajor, capacity: false, bulk: false };
+
     fn builder(self) -> EpBuilder {
         let builder = builder();
         match self.bulk {
@@ -201,6 +203,36 @@ fn dispatch_and_combine_really_run_beside_the_experts() {
     for name in ["rank 1", "dispatch 4", "experts 0", "combine 2", "traceEvents"] {
         assert!(trace.contains(name), "{trace}");
     }
+}
+
+/// Lanes of their own are all that two pipelines over one layer need.
+#[test]
+fn two_pipelines_of_one_layer_run_at_once() {
+    eps(2, &builder().slots(6).lanes(4), |ep| {
+        let sizes = [3, 0, 5, 1, 2, 4];
+        let expected = sequentially(&ep, How::PLAIN, &sizes);
+        std::thread::scope(|threads| {
+            for lane in [0, 2] {
+                let (ep, expected) = (&ep, &expected);
+                threads.spawn(move || {
+                    let combine = CombineOpts { lane: Some(lane + 1), ..CombineOpts::default() };
+                    let pipeline = Pipeline::new(ep).unwrap();
+                    let pipeline = pipeline.dispatch_opts(opts(lane)).combine_opts(combine);
+                    for round in 0..10 {
+                        let mut job = Job::new(ep.rank(), &sizes);
+                        let run = pipeline.run(&Queue::host(), job.batches(), |batch, rows| {
+                            pause(batch + lane + round + ep.rank());
+                            experts(batch, rows)
+                        });
+                        run.expect("no errors");
+                        assert_eq!(&job.bits(), expected);
+                    }
+                });
+            }
+        });
+        assert_eq!(ep.free_slots(), 6);
+        round_trip(&ep);
+    });
 }
 
 /// Every rank's error of a run in which `fail` says what goes wrong where.

@@ -133,6 +133,55 @@ fn without_green_contexts_a_partition_is_a_margin_and_says_why() {
     assert_eq!(carver.budget.leased(), 0);
 }
 
+/// Keeps the warnings of one thread.
+#[derive(Clone, Default)]
+struct Warnings(std::sync::Arc<parking_lot::Mutex<Vec<String>>>);
+
+impl tracing::field::Visit for Warnings {
+    fn record_debug(&mut self, field: &tracing::field::Field, value: &dyn std::fmt::Debug) {
+        self.0.lock().push(format!("{field}={value:?}"));
+    }
+}
+
+impl tracing::Subscriber for Warnings {
+    fn enabled(&self, metadata: &tracing::Metadata<'_>) -> bool {
+        *metadata.level() == tracing::Level::WARN
+    }
+
+    fn new_span(&self, _: &tracing::span::Attributes<'_>) -> tracing::span::Id {
+        tracing::span::Id::from_u64(1)
+    }
+
+    fn event(&self, event: &tracing::Event<'_>) {
+        event.record(&mut self.clone());
+    }
+
+    fn record(&self, _: &tracing::span::Id, _: &tracing::span::Record<'_>) {}
+
+    fn record_follows_from(&self, _: &tracing::span::Id, _: &tracing::span::Id) {}
+
+    fn enter(&self, _: &tracing::span::Id) {}
+
+    fn exit(&self, _: &tracing::span::Id) {}
+}
+
+#[test]
+fn a_margin_in_place_of_a_partition_is_an_event() {
+    let warnings = Warnings::default();
+    let told = tracing::subscriber::with_default(warnings.clone(), || {
+        let device = SimDevice { missing: Some("MIG is on".into()), ..SimDevice::hopper() };
+        let carver = device.carver();
+        drop(reserve(&carver, "l", SmPolicy::Margin { sms: 8 }, 8, &[plain(8)]).unwrap());
+        assert_eq!(warnings.0.lock().len(), 0, "what was asked for is no news");
+        drop(reserve(&carver, "l", SmPolicy::Partition { sms: 8 }, 8, &[plain(8)]).unwrap());
+        warnings.0.lock().join(" ")
+    });
+    for part in ["a margin of 8 SMs instead of a partition of 8 SMs", "MIG is on", "GPU-simulated"]
+    {
+        assert!(told.contains(part), "{told} does not say {part:?}");
+    }
+}
+
 #[test]
 fn shared_sms_take_nothing_and_fit_anything() {
     let carver = SimDevice::hopper().carver();
