@@ -54,11 +54,11 @@ pub enum TransportError {
         detail: String,
     },
     /// Peers did not do their part in time.
-    #[error("{op}: no answer from rank {} within {after:?}{hint}", list(.peers))]
+    #[error("{op}: no answer{} within {after:?}{hint}", from(.peers))]
     Timeout {
         /// The operation and phase.
         op: &'static str,
-        /// The absent peers; the one most to blame first.
+        /// The absent peers; the one most to blame first. None where no peer is to blame.
         peers: Vec<usize>,
         /// How long was waited.
         after: Duration,
@@ -145,8 +145,12 @@ pub enum TransportError {
     },
 }
 
-fn list(ranks: &[usize]) -> String {
-    ranks.iter().map(usize::to_string).collect::<Vec<_>>().join(", ")
+fn from(ranks: &[usize]) -> String {
+    if ranks.is_empty() {
+        return String::new();
+    }
+    let ranks: Vec<String> = ranks.iter().map(usize::to_string).collect();
+    format!(" from rank {}", ranks.join(", "))
 }
 
 impl TransportError {

@@ -87,6 +87,13 @@ impl Endpoint {
                 return Err(TransportError::Unsupported { op: OP, detail });
             }
         }
+        if options.pkey_index >= port.pkey_tbl_len {
+            let detail = format!(
+                "port {} of {} has {} partition keys, index {} is asked for",
+                chosen.port, chosen.device, port.pkey_tbl_len, options.pkey_index
+            );
+            return Err(TransportError::Unsupported { op: OP, detail });
+        }
         let completions = Completions::new(&context, entries.max(1))?;
         let domain = Domain::new(&context)?;
         let memory = Registered::new(&domain, region.clone(), options.relaxed)?;

@@ -7,6 +7,8 @@
 mod arrivals;
 mod device;
 mod endpoint;
+#[cfg(test)]
+mod hardware;
 mod layout;
 mod link;
 mod nodes;
@@ -28,6 +30,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::host_link::Region;
 use crate::{Deadline, Group, Link, Result, Transport, TransportError, WindowSpec};
+use device::Device;
 use endpoint::{Card, Endpoint};
 use layout::Layout;
 use link::{Opened, RdmaLink};
@@ -133,6 +136,19 @@ impl Transport for RdmaTransport {
     }
 
     fn open(&self, group: &Group, spec: WindowSpec, deadline: Deadline) -> Result<Arc<dyn Link>> {
+        Ok(self.open_on(group, spec, deadline, |endpoint| endpoint)?)
+    }
+}
+
+impl RdmaTransport {
+    /// Opens windows whose proxies work on what `device` makes of each connected NIC.
+    fn open_on<D: Device + 'static>(
+        &self,
+        group: &Group,
+        spec: WindowSpec,
+        deadline: Deadline,
+        device: impl Fn(Endpoint) -> D,
+    ) -> Result<Arc<RdmaLink>> {
         spec.agree(group, self.name(), deadline)?;
         // A rank whose options are wrong must not leave the others waiting.
         together(group, self.options.check(), |()| Vec::new(), deadline)?;
@@ -152,14 +168,14 @@ impl Transport for RdmaTransport {
         let ((regions, mut endpoints), all) = together(group, prepared, cards, deadline)?;
         let connected = self.connect(group.rank(), &nodes, &mut endpoints, &all);
         let opened = Opened { group: group.clone(), spec, layout, regions, nodes };
-        let started = connected.and_then(|()| RdmaLink::start(opened, endpoints, &self.options));
+        let devices = endpoints.into_iter().map(|(endpoint, cores)| (device(endpoint), cores));
+        let started =
+            connected.and_then(|()| RdmaLink::start(opened, devices.collect(), &self.options));
         // Nobody writes before all are connected.
         let (link, _) = together(group, started, |_| Vec::new(), deadline)?;
         Ok(link)
     }
-}
 
-impl RdmaTransport {
     /// Chooses and opens this rank's NICs, each with the cores near it.
     fn prepare(
         &self,

@@ -79,8 +79,13 @@ unsafe impl ForwardLink for WordsLink {
     ) -> Result<()> {
         for &peer in peers {
             let byte = self.byte(self.flag(peer, flag));
-            while byte.swap(0, Ordering::Acquire) == 0 {
-                self.group.health().check(op)?;
+            loop {
+                // A flag that is set wins over the news of a peer that has left since.
+                let news = self.group.health().check_waiting(op, &[peer]);
+                if byte.swap(0, Ordering::Acquire) == 1 {
+                    break;
+                }
+                news?;
                 if deadline.expired() {
                     let (peers, after) = (vec![peer], deadline.length());
                     return Err(TransportError::Timeout { op, peers, after, hint: String::new() });
