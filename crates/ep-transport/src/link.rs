@@ -123,6 +123,14 @@ pub trait Transport: Debug + Send + Sync {
 /// same queue is visible to the peer after its `wait` for that flag. What a rank read from a direct
 /// window before signalling is not overwritten by stores the peer makes after that `wait`.
 ///
+/// Nothing else is ordered: neither puts among themselves, nor signals of different flags, nor
+/// either with the group's collectives, after which a signal may still be on its way.
+///
+/// # Waiting
+/// `put` and `signal` have no deadline: they do not wait for the peer, but queue what they cannot
+/// hand over. A queued put is an offset, since its source stays as it is until `flush`. Dropping a
+/// link still delivers what was signalled, within a bound of the implementation's choice.
+///
 /// # Safety
 /// Callers dereference what [`Link::window`] and [`Link::reach`] say: every [`Mapping`] is
 /// initialised memory, aligned to a page, readable and writable for its length, not less than the
@@ -157,7 +165,8 @@ pub unsafe trait Link: Debug + Send + Sync {
     /// [`Link::flush`]. For a direct peer it is a copy.
     fn put(&self, queue: &Queue, put: Put) -> Result<()>;
 
-    /// Waits until the sources of all earlier puts on this queue may be reused.
+    /// Waits until the sources of all earlier puts on this queue may be reused. A peer that has left
+    /// in good order since is no error.
     fn flush(&self, queue: &Queue, deadline: Deadline) -> Result<()>;
 
     /// Sets flag `flag` of source *this rank* on `peer`, after everything this rank has stored,
