@@ -2,7 +2,8 @@
 # tests.sh PROGRAM...: in the VM, runs the tests of Rust test programs one after the other, since
 # they share two devices and change what their link does to packets. Tests that are ignored
 # elsewhere, for want of devices, run too. A process for each: one that crashes or hangs is one that
-# failed, and what failed is told at once. A script (*.sh) is run as it is. Fails if any failed.
+# failed, and what failed is told at once. A script (*.sh) is run as it is; of PROGRAM@PATH only the
+# tests whose paths have PATH in them are run. Fails if any failed.
 limit=300
 code=0
 
@@ -24,7 +25,9 @@ for program; do
     case $program in
     *.sh) sh "$program" || code=1 ;;
     *)
-        names=$("$program" --list --format terse --include-ignored) || code=1
+        only=
+        case $program in *@*) only=${program#*@} program=${program%@*} ;; esac
+        names=$("$program" --list --format terse --include-ignored $only) || code=1
         for name in $(printf '%s\n' "$names" | sed -n 's/: test$//p'); do
             test_of "$program" "$name"
             # What a test that crashed left on the link is no business of the next one's.

@@ -330,37 +330,47 @@ fn many_exchanges_do_not_grow() {
     });
 }
 
-/// The window's bandwidth against that of perftest in the same machine: at least 70 % of it.
+/// MiB per second that perftest writes with one queue pair and writes of 1 MiB.
+fn perftest() -> f64 {
+    let script = std::env::var("EP_TEST_RDMA_BANDWIDTH").expect("the path of bandwidth.sh");
+    let said = Command::new("sh").arg(script).args(["1", "16"]).output().unwrap();
+    let text = String::from_utf8_lossy(&said.stdout).into_owned();
+    let field = |f: &str| f.strip_prefix("mib_per_s=").and_then(|n| n.parse::<f64>().ok());
+    text.split_whitespace().find_map(field).expect("a figure of perftest")
+}
+
+/// MiB per second of puts of 1 MiB.
+fn puts() -> f64 {
+    const COUNT: usize = 16;
+    let rate = std::sync::Mutex::new(0.0);
+    linked(2, apart, |group, link| {
+        let queue = Queue::host();
+        group.barrier().unwrap();
+        let start = Instant::now();
+        if group.rank() == 1 {
+            for _ in 0..COUNT {
+                link.put(&queue, Put { peer: 0, from: 0, to: 0, bytes: SPEC.bytes }).unwrap();
+            }
+            link.flush(&queue, after(LIMIT)).unwrap();
+            *rate.lock().unwrap() = COUNT as f64 / start.elapsed().as_secs_f64();
+        }
+        group.barrier().unwrap();
+    });
+    rate.into_inner().unwrap()
+}
+
+/// At least 70 % of perftest's bandwidth in the same machine, measured in turns: an emulated CPU's
+/// time is uneven, so the best of three comparisons counts.
 #[test]
 #[ignore = "needs RDMA devices; measures speed"]
 fn bandwidth_is_near_that_of_perftest() {
-    let script = std::env::var("EP_TEST_RDMA_BANDWIDTH").expect("the path of bandwidth.sh");
-    let theirs = Command::new("sh").arg(script).args(["1", "64"]).output().unwrap();
-    let text = String::from_utf8_lossy(&theirs.stdout).into_owned();
-    let field = |f: &str| f.strip_prefix("mib_per_s=").and_then(|n| n.parse::<f64>().ok());
-    let theirs = text.split_whitespace().find_map(field).expect("a figure of perftest");
-    let best = std::sync::Mutex::new(0.0f64);
-    linked(2, apart, |group, link| {
-        let queue = Queue::host();
-        for _ in 0..3 {
-            group.barrier().unwrap();
-            let start = Instant::now();
-            if group.rank() == 1 {
-                for _ in 0..64 {
-                    let put = Put { peer: 0, from: 0, to: 0, bytes: SPEC.bytes };
-                    link.put(&queue, put).unwrap();
-                }
-                link.flush(&queue, after(LIMIT)).unwrap();
-                let rate = 64.0 / start.elapsed().as_secs_f64();
-                let mut best = best.lock().unwrap();
-                *best = best.max(rate);
-            }
-            group.barrier().unwrap();
-        }
-    });
-    let ours = *best.lock().unwrap();
-    println!("puts of 1 MiB: {ours:.1} MiB/s, ib_write_bw: {theirs:.1} MiB/s");
-    assert!(ours >= 0.7 * theirs, "{ours:.1} MiB/s against {theirs:.1}");
+    let share = |_| {
+        let (theirs, ours) = (perftest(), puts());
+        println!("puts of 1 MiB: {ours:.1} MiB/s, ib_write_bw: {theirs:.1} MiB/s");
+        ours / theirs
+    };
+    let mut shares = (0..3).map(share);
+    assert!(shares.any(|share| share >= 0.7), "less than 70 %");
 }
 
 #[test]

@@ -15,6 +15,10 @@ use crate::workspace::Workspace;
 /// Where the machine finds the scripts.
 const FOLDER: &str = "/rdma-vm";
 const LINTS: Duration = Duration::from_secs(15 * 60);
+/// Unit tests whose paths have this need devices.
+const HARDWARE: &str = "rdma::hardware::";
+/// For unit tests that need none.
+const UNITS: Duration = Duration::from_secs(5 * 60);
 const BUILD: Duration = Duration::from_secs(15 * 60);
 /// For the machine, from boot to end, in seconds. It emulates its CPUs where there is no KVM.
 const RUN: u64 = 600;
@@ -33,12 +37,21 @@ pub fn rdma(context: &Context) -> Outcome {
     if lints.is_failure() {
         return lints;
     }
-    let programs = match build(context, &crates) {
-        Ok(programs) => programs,
+    let (programs, units) = match build(context, &crates) {
+        Ok(built) => built,
         Err(outcome) => return outcome,
     };
+    // What needs no device runs here.
+    let mut here = Command::new(&units);
+    here.arg("rdma::");
+    let here = cargo_test(context, here, UNITS);
+    if here.is_failure() {
+        return here;
+    }
     let limit = Duration::from_secs(RUN + 60);
-    let mut outcome = cargo_test(context, in_vm(&context.workspace, &programs), limit);
+    let mut outcome = cargo_test(context, in_vm(&context.workspace, &programs, &units), limit);
+    // Those that need a device were skipped here and run there.
+    outcome.counts.passed += here.counts.passed;
     outcome.counts += lints.counts;
     outcome
 }
@@ -91,10 +104,20 @@ fn clippy(context: &Context, crates: &[&str]) -> Outcome {
     check(context, command, LINTS)
 }
 
-/// Builds the test programs whose names start with `rdma`.
-fn build(context: &Context, crates: &[&str]) -> Result<Vec<PathBuf>, Outcome> {
+/// Builds the test programs whose names start with `rdma`, and that of ep-transport's unit tests.
+fn build(context: &Context, crates: &[&str]) -> Result<(Vec<PathBuf>, PathBuf), Outcome> {
+    let names = built(context, crates, &["--test", "rdma*"])?;
+    let units = built(context, &["ep-transport"], &["--lib"])?;
+    match units.as_slice() {
+        [units] => Ok((names, units.clone())),
+        _ => Err(Outcome::failed("the unit tests of ep-transport are not one", String::new())),
+    }
+}
+
+/// The test programs of `crates` that `which` selects; there is at least one.
+fn built(context: &Context, crates: &[&str], which: &[&str]) -> Result<Vec<PathBuf>, Outcome> {
     let mut command = cargo(context, &["test", "--profile", "checked", "--no-run"]);
-    command.args(selection(crates)).args(["--test", "rdma*"]);
+    command.args(selection(crates)).args(which);
     command.args(["--message-format", "json-render-diagnostics"]);
     let done =
         process::run(command, BUILD, false).map_err(|why| Outcome::failed(why, "".into()))?;
@@ -114,8 +137,8 @@ fn programs(output: &str) -> Vec<PathBuf> {
     built.filter_map(|message| Some(message["executable"].as_str()?.into())).collect()
 }
 
-/// The machine that checks itself and then runs `programs`.
-fn in_vm(workspace: &Workspace, programs: &[PathBuf]) -> Command {
+/// The machine that checks itself and then runs `programs`, and of `units` what needs devices.
+fn in_vm(workspace: &Workspace, programs: &[PathBuf], units: &Path) -> Command {
     let inside = |name: &str| format!("{FOLDER}/{name}");
     let mut command = rdma_vm::command(workspace);
     command.args(["-m", MEMORY, "-t", &RUN.to_string(), "-f", "ib_write_bw"]);
@@ -123,7 +146,7 @@ fn in_vm(workspace: &Workspace, programs: &[PathBuf]) -> Command {
         let script = rdma_vm::script(workspace, name);
         command.arg("-f").arg(format!("{}:{}", script.display(), inside(name)));
     }
-    for program in programs {
+    for program in programs.iter().map(PathBuf::as_path).chain([units]) {
         command.arg("-f").arg(program);
     }
     for name in passed_on(std::env::vars_os().filter_map(|(name, _)| name.into_string().ok())) {
@@ -131,6 +154,7 @@ fn in_vm(workspace: &Workspace, programs: &[PathBuf]) -> Command {
     }
     command.args(["-e", &format!("EP_TEST_RDMA_BANDWIDTH={}", inside("bandwidth.sh"))]);
     command.args(["--", "sh", &inside("tests.sh"), &inside("selftest.sh")]);
+    command.arg(format!("{}@{HARDWARE}", units.display()));
     command.args(programs.iter().map(PathBuf::as_path).map(Path::as_os_str));
     command
 }
@@ -180,11 +204,13 @@ mod tests {
     #[test]
     fn the_machine_is_given_scripts_and_programs() {
         let workspace = Workspace::load(false).unwrap();
-        let command = in_vm(&workspace, &["/t/deps/rdma-1".into()]);
+        let command = in_vm(&workspace, &["/t/deps/rdma-1".into()], Path::new("/t/deps/unit-1"));
         let args: Vec<_> = command.get_args().map(|arg| arg.to_string_lossy()).collect();
         let at = args.iter().position(|arg| arg == "--").unwrap();
-        let expected = ["sh", "/rdma-vm/tests.sh", "/rdma-vm/selftest.sh", "/t/deps/rdma-1"];
+        let units = "/t/deps/unit-1@rdma::hardware::";
+        let expected = ["sh", "/rdma-vm/tests.sh", "/rdma-vm/selftest.sh", units, "/t/deps/rdma-1"];
         assert_eq!(args[at + 1..], expected);
+        assert!(args[..at].windows(2).any(|pair| pair == ["-f", "/t/deps/unit-1"]));
         assert!(args[..at].windows(2).any(|pair| pair == ["-f", "/t/deps/rdma-1"]));
     }
 }
