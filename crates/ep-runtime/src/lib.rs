@@ -85,6 +85,9 @@ pub mod cast {
     pub use ep_kernels::Real;
     pub use ep_kernels::host::{dequantize_fp8, narrow, quantize_fp8, widen};
 }
+/// The transport between hosts.
+#[cfg(feature = "rdma")]
+pub use ep_transport::RdmaTransport;
 pub use ep_transport::{
     AllGather, Deadline, ErrorKind, Fault, Group, Health, Link, Mapping, Memory, ProcessTransport,
     Put, Queue, Reach, Rendezvous, ThreadTransport, Transport, TransportError, WindowSpec,

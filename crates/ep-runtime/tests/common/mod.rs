@@ -7,6 +7,7 @@ pub mod gpu;
 #[cfg(feature = "cuda")]
 pub mod gpu_small;
 pub mod ground;
+pub mod jobs;
 pub mod small;
 
 use ep_bench::oracle::{self, Float, Job, Payload as Kind};

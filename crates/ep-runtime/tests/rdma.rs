@@ -1,0 +1,104 @@
+//! Dispatch and combine over RDMA verbs. These tests need two RDMA devices that reach each other,
+//! `rxe0` and `rxe1`, and change what their link does to packets: `cargo xtask test --only rdma`
+//! runs them in a virtual machine.
+
+mod common;
+
+use std::process::Command;
+use std::time::Duration;
+
+use common::exercise::{How, check};
+use common::ground::{Ground, Grounds, Hosts};
+use common::jobs;
+use ep_bench::oracle::{Float, JobSpec, Mode};
+use ep_runtime::{EpBuilder, RdmaTransport};
+
+/// Each rank is a node of its own.
+fn apart(builder: EpBuilder, rank: usize) -> EpBuilder {
+    let device = format!("rxe{}", rank % 2);
+    builder.transport(RdmaTransport::new().devices(&[&device]).node(rank as u64))
+}
+
+/// Nodes of two ranks, which share memory: direct and bulk peers in one call.
+fn pairs(builder: EpBuilder, rank: usize) -> EpBuilder {
+    let device = format!("rxe{}", rank / 2 % 2);
+    builder.transport(RdmaTransport::new().devices(&[&device]).node(rank as u64 / 2))
+}
+
+/// Ranks of this process over RDMA.
+struct Verbs(fn(EpBuilder, usize) -> EpBuilder);
+
+impl Grounds for Verbs {
+    fn place(&self, rank: usize, _world: usize, builder: EpBuilder) -> EpBuilder {
+        (self.0)(builder, rank).timeout(Duration::from_secs(60))
+    }
+
+    fn ground(&self, rank: usize, world: usize) -> Box<dyn Ground + '_> {
+        Hosts.ground(rank, world)
+    }
+}
+
+fn random_jobs(seeds: std::ops::Range<u64>, over: fn(EpBuilder, usize) -> EpBuilder) {
+    for seed in seeds {
+        let mode = [Mode::RankMajor, Mode::ExpertExact, Mode::ExpertReduced][seed as usize % 3];
+        let bit = |n: u64| seed >> n & 1 == 1;
+        let how = How {
+            mode,
+            float: Float::ALL[(seed / 3) as usize % 3],
+            weighted: bit(0) && mode != Mode::RankMajor,
+            biases: (seed % 3) as usize,
+            capacity: bit(1),
+            bulk: false,
+            narrow_ids: bit(2),
+        };
+        check(&JobSpec::random(seed).build(), how, seed, &Verbs(over));
+    }
+}
+
+#[test]
+#[ignore = "needs RDMA devices"]
+fn every_shape_equals_the_oracle() {
+    random_jobs(0..12, apart);
+    random_jobs(12..24, pairs);
+}
+
+/// Not a test of its own: what copies run.
+#[test]
+fn copies_of_this_binary() {
+    jobs::copy(apart);
+}
+
+#[test]
+#[ignore = "needs RDMA devices"]
+fn processes_get_the_bits_that_threads_get() {
+    jobs::get_the_bits_of_threads(2);
+    jobs::get_the_bits_of_threads(4);
+}
+
+#[test]
+#[ignore = "needs RDMA devices"]
+fn survivors_of_a_killed_rank_name_it() {
+    jobs::survivors_name_the_killed(Duration::from_secs(2));
+}
+
+fn netem(what: Option<&str>) {
+    for veth in ["veth0", "veth1"] {
+        let (verb, what) = what.map_or(("del", ""), |what| ("replace", what));
+        let netem = if what.is_empty() { "root" } else { "root netem" };
+        let line = format!("qdisc {verb} dev {veth} {netem} {what}");
+        let status = Command::new("tc").args(line.split_whitespace()).status().expect("tc");
+        assert!(status.success(), "tc {line}");
+    }
+}
+
+#[test]
+#[ignore = "needs RDMA devices"]
+fn lost_doubled_and_reordered_packets_change_no_bit() {
+    netem(Some("delay 1ms loss 1% duplicate 1% reorder 5%"));
+    random_jobs(24..28, |builder, rank| {
+        let device = format!("rxe{}", rank % 2);
+        let transport = RdmaTransport::new().devices(&[&device]).node(rank as u64);
+        builder.transport(transport.ack_timeout(12))
+    });
+    netem(None);
+}
