@@ -12,7 +12,7 @@ use crate::Result;
 #[cfg(feature = "cuda")]
 use crate::ep::Inner;
 #[cfg(feature = "cuda")]
-use crate::gpu::Ticket;
+use crate::gpu::{Point, Ticket};
 
 /// The point at which an operation's results are there and its inputs may be reused.
 ///
@@ -32,7 +32,7 @@ enum Kind {
 #[derive(Debug)]
 struct OnStream {
     ep: Arc<Inner>,
-    point: Arc<ep_kernels::cuda::Event>,
+    point: Arc<dyn Point>,
     /// The operation whose verdict the event tells, and its lane.
     operation: Option<(&'static str, usize, Ticket)>,
     captured: bool,
@@ -49,7 +49,7 @@ impl Event {
     #[cfg(feature = "cuda")]
     pub(crate) fn on_stream(
         ep: Arc<Inner>,
-        point: Arc<ep_kernels::cuda::Event>,
+        point: Arc<dyn Point>,
         operation: Option<(&'static str, usize, Ticket)>,
         captured: bool,
     ) -> Self {
@@ -115,7 +115,7 @@ impl OnStream {
         }
         let Some(gpu) = &self.ep.gpu else { return Ok(()) };
         let deadline = ep_transport::Deadline::after(timeout);
-        gpu.await_point(&self.ep, OP, &self.point, deadline)?;
+        gpu.await_point(&self.ep, OP, &*self.point, deadline)?;
         match self.operation {
             Some((op, lane, ticket)) => gpu.verdict(&self.ep, op, lane, ticket).unwrap_or(Ok(())),
             None => Ok(()),

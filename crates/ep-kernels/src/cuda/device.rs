@@ -56,6 +56,27 @@ pub struct DeviceProperties {
     pub driver: Version,
 }
 
+impl DeviceProperties {
+    /// What an H200 (SXM) says of itself, with ordinal 0: for plans and tests without a GPU.
+    pub fn h200() -> Self {
+        DeviceProperties {
+            ordinal: 0,
+            name: "NVIDIA H200".into(),
+            uuid: [0; 16],
+            pci: (0, 1, 0),
+            capability: (9, 0),
+            sms: 132,
+            shared_per_block: 232_448,
+            shared_per_sm: 233_472,
+            shared_reserved: 1024,
+            l2_bytes: 60 << 20,
+            clusters: true,
+            cooperative: true,
+            driver: Version { major: 13, minor: 0 },
+        }
+    }
+}
+
 // `CUdevice_attribute`, cuda.h.
 const SM_COUNT: c_int = 16;
 const PCI_BUS: c_int = 33;

@@ -263,7 +263,6 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::cuda::Version;
 
     fn bytes(attribute: &RawAttribute) -> Vec<u8> {
         let mut bytes = Vec::new();
@@ -279,19 +278,10 @@ mod tests {
 
     fn device(capability: (u32, u32)) -> DeviceProperties {
         DeviceProperties {
-            ordinal: 0,
             name: "test GPU".into(),
-            uuid: [0; 16],
-            pci: (0, 1, 0),
             capability,
-            sms: 132,
-            shared_per_block: 232_448,
-            shared_per_sm: 233_472,
-            shared_reserved: 1024,
-            l2_bytes: 60 << 20,
             clusters: capability.0 >= 9,
-            cooperative: true,
-            driver: Version { major: 13, minor: 0 },
+            ..DeviceProperties::h200()
         }
     }
 

@@ -5,17 +5,20 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
+use cudarc::driver::sys::CUstream;
+use ep_kernels::Placement;
 use ep_kernels::cuda::moe::{
     LayoutKernels, MoeHeader, MoeLane, MoeReport, MoeShape, MoveKernels, layout_scratch_bytes,
 };
-use ep_kernels::cuda::{Compiler, Device, DeviceMemory, EventPool, MappedHost};
-use ep_transport::{Link, Memory, Queue, TransportError};
+use ep_kernels::cuda::{Compiler, Device, DeviceMemory, EventPool, MappedHost, Stream};
+use ep_transport::{Link, Memory, Queue, StreamSide, TransportError};
 use parking_lot::Mutex;
 
 use crate::sched::{CudaReservation, SmPolicy, reserve_on_gpu};
 use crate::shape::{Resolved, Window};
 use crate::{Ep, EpError, Result};
 
+use super::machine::{Driven, Machine};
 use super::memory::{HandleSizes, Handles};
 use super::report::REPORTS;
 use super::{Gpu, GpuLane, SlotStates, Tuning};
@@ -23,6 +26,8 @@ use super::{Gpu, GpuLane, SlotStates, Tuning};
 const ALIGN: usize = 256;
 /// Events made ahead: a few per operation in flight.
 const EVENTS: usize = 64;
+/// The longest that anything takes when a layer is built, kernels aside.
+const SETUP: Duration = Duration::from_secs(60);
 
 /// A GPU with its kernels loaded.
 #[derive(Debug)]
@@ -86,7 +91,7 @@ impl Prepared {
         if handles == 0 {
             return Err(EpError::argument("build", "no handles; at least 1 is needed"));
         }
-        tuning.check(world, &device)?;
+        tuning.check(world, device.properties())?;
         let reserved = choice.reserve(&device, &tuning)?;
         let Loaded { layout, moves, .. } = loaded;
         Ok(Self { device, layout, moves, sms, reserved, tuning, handles })
@@ -199,11 +204,45 @@ fn moe_shape(shape: &Resolved, rank: usize) -> MoeShape {
     }
 }
 
+/// What a layer on a GPU is put together from, wherever its memory is.
+pub(super) struct Parts<'a> {
+    pub machine: Box<dyn Machine>,
+    /// One per lane, kept by the machine.
+    pub streams: Vec<CUstream>,
+    pub sizes: Sizes,
+    /// Addresses of device memory and of page-locked memory, as large as `sizes` says.
+    pub memory: (u64, u64),
+    pub side: StreamSide,
+    pub sms: u32,
+    pub tuning: Tuning,
+    /// The layer and this rank.
+    pub me: (u64, usize),
+    pub shape: &'a Resolved,
+    pub window: &'a Window,
+}
+
+impl Sizes {
+    /// Where the tables are in device memory: windows, owners, first experts, first replicas,
+    /// replicas.
+    fn tables_at(&self) -> [usize; 5] {
+        let mut at = 0;
+        self.tables.map(|bytes| {
+            let start = at;
+            at += bytes;
+            start
+        })
+    }
+
+    fn lane_at(&self, lane: usize) -> usize {
+        self.lanes_at + lane * self.lane
+    }
+}
+
 impl Gpu {
     /// Takes all memory and fills the tables. `windows` are the addresses of all ranks' windows.
     pub fn new(
         prepared: Prepared,
-        (id, rank): (u64, usize),
+        me: (u64, usize),
         link: &Arc<dyn Link>,
         shape: &Resolved,
         window: &Window,
@@ -221,92 +260,124 @@ impl Gpu {
             .stream_side()
             .ok_or_else(|| unfit("the transport cannot signal and wait on streams".into()))?;
         let sizes = Sizes::new(shape, handles, sms);
-        let limit = Duration::from_secs(60);
         let (_, greatest) = device.priorities()?;
-        let setup = reserved.stream(greatest)?;
-        let memory = DeviceMemory::zeroed(&setup, sizes.device, limit)?;
+        let copies = reserved.stream(greatest)?;
+        let memory = DeviceMemory::zeroed(&copies, sizes.device, SETUP)?;
         let pinned = MappedHost::<u8>::zeroed(&device, sizes.pinned)?;
-        let (base, reports) = (memory.address(), pinned.device_address());
-        let mut moe = moe_shape(shape, rank);
-        let mut at = 0;
-        let mut place = |bytes: usize| {
-            let start = at;
-            at += bytes;
-            (start, base + start as u64)
+        fill_tables(&memory, &copies, &sizes, &shape.placement, windows)?;
+        let fresh = MoeLane { bad_choice: u64::MAX, ..MoeLane::default() };
+        let lane = |lane| {
+            memory.upload(&copies, sizes.lane_at(lane), &[fresh], SETUP)?;
+            reserved.stream(greatest)
         };
-        let [w, r, b, o, l] = sizes.tables.map(&mut place);
-        memory.upload(&setup, w.0, windows, limit)?;
-        let placement = &shape.placement;
-        let physical = placement.physical();
-        let owners: Vec<u32> = (0..physical).map(|p| placement.owner(p).0 as u32).collect();
-        memory.upload(&setup, r.0, &owners, limit)?;
-        let mut bases: Vec<u32> =
-            (0..shape.world).map(|r| placement.physical_base(r) as u32).collect();
-        bases.push(physical as u32);
-        memory.upload(&setup, b.0, &bases, limit)?;
-        let mut replicas = Vec::with_capacity(physical);
-        let mut offsets = vec![0u32];
-        for expert in 0..placement.experts() {
-            replicas.extend_from_slice(placement.replicas(expert));
-            offsets.push(replicas.len() as u32);
-        }
-        memory.upload(&setup, o.0, &offsets, limit)?;
-        memory.upload(&setup, l.0, &replicas, limit)?;
-        (moe.windows, moe.rank_of, moe.base) = (w.1, r.1, b.1);
-        (moe.replica_offsets, moe.replicas) = (o.1, l.1);
-        moe.poisoned = side.poisoned;
-        moe.message = window.message as u64;
-        moe.slots_at = window.rank_rows(0) as u64;
-        moe.slot_bytes = window.slot_bytes() as u64;
-        moe.expert_region = (window.expert_rows(0) - window.rank_rows(0)) as u64;
-        let lanes = (0..sizes.lanes)
-            .map(|lane| {
-                let state = base + (sizes.lanes_at + lane * sizes.lane) as u64;
-                let fresh = MoeLane { bad_choice: u64::MAX, ..MoeLane::default() };
-                memory.upload(&setup, sizes.lanes_at + lane * sizes.lane, &[fresh], limit)?;
-                let stream = reserved.stream(greatest)?;
-                // SAFETY: the stream lives in the lane beside its queue, and work on it ends before
-                // the layer is dropped.
-                let queue = unsafe { Queue::from_raw(stream.raw().cast::<c_void>(), ordinal) };
-                Ok(GpuLane {
-                    queue,
-                    stream,
-                    state,
-                    scratch: state + (sizes.lane - sizes.scratch) as u64,
-                    reports: reports + (lane * REPORTS * sizes.report) as u64,
-                    tickets: AtomicU64::new(0),
-                })
-            })
-            .collect::<Result<Vec<_>>>()?;
-        let local = placement.local_experts(rank);
+        let streams = (0..sizes.lanes).map(lane).collect::<Result<Vec<_>, _>>()?;
+        let raw = streams.iter().map(Stream::raw).collect();
+        let addresses = (memory.address(), pinned.device_address());
+        let events = EventPool::new(&device, EVENTS, false)?;
+        let (memory, pinned) = (Some(memory), Some(pinned));
+        let machine = Driven { device, layout, moves, events, streams, copies, memory, pinned };
+        Ok(Self::of(Parts {
+            machine: Box::new(machine),
+            streams: raw,
+            sizes,
+            memory: addresses,
+            side,
+            sms,
+            tuning,
+            me,
+            shape,
+            window,
+        }))
+    }
+
+    /// A layer over memory that has been taken and filled.
+    pub(super) fn of(parts: Parts<'_>) -> Self {
+        let Parts { machine, streams, sizes, side, shape, window, .. } = parts;
+        let (base, reports) = parts.memory;
+        let ordinal = machine.properties().ordinal;
+        let (id, rank) = parts.me;
+        let tables = sizes.tables_at().map(|at| base + at as u64);
+        let lane = |(lane, stream): (usize, CUstream)| {
+            let state = base + sizes.lane_at(lane) as u64;
+            GpuLane {
+                // SAFETY: the machine keeps the stream, and lives as long as the queue is used.
+                queue: unsafe { Queue::from_raw(stream.cast::<c_void>(), ordinal) },
+                state,
+                scratch: state + (sizes.lane - sizes.scratch) as u64,
+                reports: reports + (lane * REPORTS * sizes.report) as u64,
+                tickets: AtomicU64::new(0),
+            }
+        };
         let handles = Handles::new(
             sizes.handles,
             (id, rank),
             &sizes.handle,
             (base + sizes.handles_at as u64, reports + sizes.summaries_at as u64),
-            (local, shape.world),
+            (shape.placement.local_experts(rank), shape.world),
         );
         let slots = SlotStates {
             free_at: (0..shape.slots).map(|_| None).collect(),
             ..SlotStates::default()
         };
-        Ok(Self {
-            events: EventPool::new(&device, EVENTS, false)?,
-            copies: setup,
-            device,
+        Self {
             ordinal,
-            layout,
-            moves,
-            shape: moe,
-            tuning: Mutex::new(tuning),
-            sms,
-            lanes,
+            shape: with_addresses(moe_shape(shape, rank), tables, side.poisoned, window),
+            tuning: Mutex::new(parts.tuning),
+            sms: parts.sms,
+            lanes: streams.into_iter().enumerate().map(lane).collect(),
             handles,
             slots: Mutex::new(slots),
             side,
-            memory: Some(memory),
-            pinned: Some(pinned),
             sizes,
-        })
+            machine,
+        }
     }
+}
+
+fn with_addresses(
+    moe: MoeShape,
+    [windows, rank_of, base, replica_offsets, replicas]: [u64; 5],
+    poisoned: u64,
+    window: &Window,
+) -> MoeShape {
+    MoeShape {
+        windows,
+        rank_of,
+        base,
+        replica_offsets,
+        replicas,
+        poisoned,
+        message: window.message as u64,
+        slots_at: window.rank_rows(0) as u64,
+        slot_bytes: window.slot_bytes() as u64,
+        expert_region: (window.expert_rows(0) - window.rank_rows(0)) as u64,
+        ..moe
+    }
+}
+
+fn fill_tables(
+    memory: &DeviceMemory,
+    stream: &Stream,
+    sizes: &Sizes,
+    placement: &Placement,
+    windows: &[u64],
+) -> Result<()> {
+    let [windows_at, rank_of, base, replica_offsets, replicas_at] = sizes.tables_at();
+    let (physical, ranks) = (placement.physical(), windows.len());
+    let owners: Vec<u32> = (0..physical).map(|p| placement.owner(p).0 as u32).collect();
+    let mut bases: Vec<u32> = (0..ranks).map(|r| placement.physical_base(r) as u32).collect();
+    bases.push(physical as u32);
+    let mut replicas = Vec::with_capacity(physical);
+    let mut offsets = vec![0u32];
+    for expert in 0..placement.experts() {
+        replicas.extend_from_slice(placement.replicas(expert));
+        offsets.push(replicas.len() as u32);
+    }
+    memory.upload(stream, windows_at, windows, SETUP)?;
+    for (at, table) in
+        [(rank_of, &owners), (base, &bases), (replica_offsets, &offsets), (replicas_at, &replicas)]
+    {
+        memory.upload(stream, at, table, SETUP)?;
+    }
+    Ok(())
 }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use ep_kernels::PayloadKind;
-use ep_kernels::cuda::moe::{CombineArgs, MAX_BIASES, MoeOutFormat, MovePlan, ReduceArgs};
+use ep_kernels::cuda::moe::{CombineArgs, MAX_BIASES, MoeOutFormat, MoeWork, MovePlan, ReduceArgs};
 use ep_transport::Queue;
 
 use crate::combine::{CombineOpts, Combined, OP, REDUCED, WEIGHTED};
@@ -15,6 +15,7 @@ use crate::shape::OutFormat;
 use crate::slots::Slot;
 use crate::{EpError, Event, Handle, Layout, Memory, Precision, Result};
 
+use super::machine::Point;
 use super::{Gpu, Turn};
 
 /// A combine that was submitted up to its announcement.
@@ -78,6 +79,7 @@ impl Folding {
             memory.capture();
             gpu.capture_slot(result.slot.index());
         }
+        gpu.after_filling(memory, &turn)?;
         let expert_major = matches!(routing.layout, Layout::ExpertMajor { .. });
         let reduced = expert_major && opts.precision == Precision::Reduced;
         let travelling = if reduced {
@@ -92,10 +94,10 @@ impl Folding {
                 to: out_format(&to),
                 weighted: opts.weighted,
             };
-            let chosen = MovePlan::reduce(&args, gpu.sms, gpu.device.properties());
+            let chosen = MovePlan::reduce(&args, gpu.sms, gpu.machine.properties());
             let plan = gpu.plan(gpu.tuning().reduce, chosen);
             // SAFETY: the slot is this rank's, its regions are apart; addresses are of this layer.
-            unsafe { gpu.moves.reduce(gpu.lane(turn.lane).stream.raw(), &plan, &args)? };
+            unsafe { gpu.submit(&turn, &MoeWork::Reduce(&plan, &args))? };
             to
         } else {
             format
@@ -133,11 +135,11 @@ impl Folding {
     fn submit_sum(&self, args: &CombineArgs) -> Result<()> {
         let (ep, gpu) = (&self.lane.ep, self.gpu());
         gpu.wait(ep, &self.turn, "combine, announcements", Phase::Posted)?;
-        let chosen = MovePlan::combine(args, gpu.sms, gpu.device.properties());
+        let chosen = MovePlan::combine(args, gpu.sms, gpu.machine.properties());
         let plan = gpu.plan(gpu.tuning().combine, chosen);
         // SAFETY: `out` and biases are rows of this many tokens on this GPU (checked); rows are in
         // slots whose owners announced them for this operation and keep them until Done.
-        unsafe { gpu.moves.combine(gpu.lane(self.turn.lane).stream.raw(), &plan, args)? };
+        unsafe { gpu.submit(&self.turn, &MoeWork::Combine(&plan, args))? };
         gpu.signal(ep, &self.turn, Phase::Done)
     }
 
@@ -154,7 +156,7 @@ impl Folding {
         Ok(Event::on_stream(ep.clone(), point, verdict, self.turn.capturing))
     }
 
-    fn release(&mut self, point: &Arc<super::Point>) {
+    fn release(&mut self, point: &Arc<dyn Point>) {
         let ep = self.lane.ep.clone();
         if let Some(mut slot) = self.slot.take() {
             gpu(&ep).free_after(&mut slot, point, &self.turn);
@@ -224,8 +226,8 @@ impl Folding {
         gpu.signal(&ep, &self.turn, Phase::Done)?;
         gpu.wait(&ep, &self.turn, "combine, read by all", Phase::Done)?;
         // SAFETY: the lane's stream is live.
-        let point = unsafe { gpu.events.record(gpu.lane(self.turn.lane).stream.raw())? };
-        self.release(&Arc::new(point));
+        let point = unsafe { gpu.machine.record(gpu.lane(self.turn.lane).stream())? };
+        self.release(&point);
         Ok(())
     }
 }

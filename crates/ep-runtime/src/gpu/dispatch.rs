@@ -6,7 +6,7 @@ use std::sync::Arc;
 use ep_kernels::PayloadKind;
 use ep_kernels::cuda::moe::{
     DispatchArgs, ExpandArgs, ExpandPlaces, IdsKind, LayoutArgs, MoeExpertFormat, MoeRowFormat,
-    MovePlan, PlanArgs, TailArgs,
+    MoeWork, MovePlan, PlanArgs, TailArgs,
 };
 use ep_transport::Queue;
 
@@ -21,7 +21,7 @@ use crate::slots::Slot;
 use crate::{Ep, EpError, Handle, Layout, Result};
 
 use super::memory::HandleMemory;
-use super::{Gpu, Turn, cuda};
+use super::{Gpu, Turn};
 
 const OP: &str = "dispatch";
 /// Bulk copies need it.
@@ -148,12 +148,13 @@ impl Sending {
                 };
                 // SAFETY: ids and weights are where the caller says (checked), everything else is
                 // memory of this layer.
-                unsafe { gpu.layout.layout(gpu.lane(self.turn.lane).stream.raw(), &args)? };
+                unsafe { gpu.submit(&self.turn, &MoeWork::Layout(&args))? };
             }
             _ => {
                 if self.turn.capturing {
                     memory.capture();
                 }
+                gpu.after_filling(memory, &self.turn)?;
                 let header =
                     Header { op: notify::OP_CACHED, layout: handle.layout.code(), ..header };
                 gpu.announce(ep, &self.turn, header, memory.header())?;
@@ -171,7 +172,6 @@ impl Sending {
     fn move_rows(&self, payload: &Payload<'_>) -> Result<()> {
         let (ep, gpu, turn) = (&self.lane.ep, self.gpu(), &self.turn);
         gpu.wait(ep, turn, "dispatch, announcements", Phase::Posted)?;
-        let stream = gpu.lane(turn.lane).stream.raw();
         let memory = self.memory();
         let op = gpu.op(ep, turn);
         if !self.cached {
@@ -181,11 +181,9 @@ impl Sending {
             };
             let (shape, routing, summary) = (gpu.shape, memory.routing, memory.summary);
             let scratch = gpu.lane(turn.lane).scratch;
+            let args = PlanArgs { shape, routing, op, alignment, summary, scratch };
             // SAFETY: all addresses are of this layer's memory.
-            unsafe {
-                gpu.layout
-                    .plan(stream, &PlanArgs { shape, routing, op, alignment, summary, scratch })?
-            };
+            unsafe { gpu.submit(turn, &MoeWork::Plan(&args))? };
         }
         let format = gpu.row_format(ep, self.kind);
         let args = DispatchArgs {
@@ -199,11 +197,11 @@ impl Sending {
             scales_stride: payload.scales.map_or(0, |s| s.stride() as u64),
             check: self.cached,
         };
-        let chosen = MovePlan::dispatch(&args, gpu.sms, gpu.device.properties());
+        let chosen = MovePlan::dispatch(&args, gpu.sms, gpu.machine.properties());
         let plan = gpu.plan(gpu.tuning().dispatch, chosen);
         // SAFETY: the payload is as many rows as the routing has tokens (checked on entry), on this
         // GPU; the targets are slots their owners offered for this operation.
-        unsafe { gpu.moves.dispatch(stream, &plan, &args)? };
+        unsafe { gpu.submit(turn, &MoeWork::Dispatch(&plan, &args))? };
         gpu.signal(ep, turn, Phase::Done)
     }
 
@@ -240,7 +238,7 @@ impl Sending {
         let gpu = gpu(&ep);
         gpu.wait(&ep, &self.turn, "dispatch, rows", Phase::Done)?;
         // SAFETY: the lane's stream is live.
-        let point = Arc::new(unsafe { gpu.events.record(gpu.lane(self.turn.lane).stream.raw())? });
+        let point = unsafe { gpu.machine.record(gpu.lane(self.turn.lane).stream())? };
         if let Some(mut slot) = self.slot.take() {
             gpu.free_after(&mut slot, &point, &self.turn);
         }
@@ -283,6 +281,7 @@ impl Sending {
         let point = gpu.finish(OP, turn, queue)?;
         memory.used_until(&point, turn);
         if !self.cached {
+            memory.complete_at(&point, turn);
             gpu.keep_handle(handle);
         }
         Ok(())
@@ -364,7 +363,6 @@ impl Gpu {
         kind: PayloadKind,
         cached: bool,
     ) -> Result<()> {
-        let stream = self.lane(turn.lane).stream.raw();
         let (shape, routing, op) = (self.shape, memory.routing, self.op(ep, turn));
         let row = self.row_format(ep, kind);
         if !cached {
@@ -372,13 +370,13 @@ impl Gpu {
             let places =
                 ExpandPlaces { shape, routing, op, format: row, scratch, blocks: self.sms };
             // SAFETY: all addresses are of this layer's memory.
-            unsafe { self.layout.expand_places(stream, &places)? };
+            unsafe { self.submit(turn, &MoeWork::Places(&places))? };
         }
         let args = ExpandArgs { shape, routing, op, row, expert: self.expert_format(ep, kind) };
-        let chosen = MovePlan::expand(&args, self.sms, self.device.properties());
+        let chosen = MovePlan::expand(&args, self.sms, self.machine.properties());
         let plan = self.plan(self.tuning().expand, chosen);
-        // SAFETY: as above.
-        cuda(unsafe { self.moves.expand(stream, &plan, &args) })
+        // SAFETY: all addresses are of this layer's memory.
+        unsafe { self.submit(turn, &MoeWork::Expand(&plan, &args)) }
     }
 
     fn mark_tail(
@@ -399,7 +397,7 @@ impl Gpu {
             blocks: self.sms,
         };
         // SAFETY: all addresses are of this layer's memory.
-        cuda(unsafe { self.layout.mark_tail(self.lane(turn.lane).stream.raw(), &args) })
+        unsafe { self.submit(turn, &MoeWork::Tail(&args)) }
     }
 }
 

@@ -3,7 +3,6 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
-use ep_kernels::cuda::Event as Point;
 use ep_kernels::cuda::moe::{MoeHandleHeader, MoeRouting};
 use parking_lot::Mutex;
 
@@ -12,7 +11,8 @@ use crate::handle::HandleInner;
 use crate::shape::Resolved;
 use crate::{EpError, Result};
 
-use super::{Gpu, Ticket, Turn};
+use super::machine::Point;
+use super::{Gpu, Ticket, Turn, cuda};
 
 /// Arrays in device memory start at multiples of this.
 const ALIGN: usize = 256;
@@ -43,8 +43,10 @@ pub(crate) struct HandleMemory {
     late: OnceLock<Told>,
     /// The dispatch that fills it.
     source: Option<(std::sync::Weak<Inner>, usize, Ticket)>,
-    /// The last work that reads or writes it.
-    last_use: Mutex<Option<Arc<Point>>>,
+    /// The last work of each lane that reads or writes it.
+    uses: Mutex<Vec<(usize, Arc<dyn Point>)>>,
+    /// The end of the dispatch that fills it, and its lane.
+    filled: Mutex<Option<(usize, Arc<dyn Point>)>>,
     /// A graph uses it: it is never given to calls outside of captures.
     captured: AtomicBool,
 }
@@ -120,11 +122,22 @@ impl HandleMemory {
     }
 
     /// Work up to `point` uses it; work of a graph always may.
-    pub fn used_until(&self, point: &Arc<Point>, turn: &Turn) {
+    pub fn used_until(&self, point: &Arc<dyn Point>, turn: &Turn) {
         if turn.capturing {
             self.captured.store(true, Ordering::Relaxed);
-        } else {
-            *self.last_use.lock() = Some(point.clone());
+            return;
+        }
+        let mut uses = self.uses.lock();
+        match uses.iter_mut().find(|known| known.0 == turn.lane) {
+            Some(known) => known.1 = point.clone(),
+            None => uses.push((turn.lane, point.clone())),
+        }
+    }
+
+    /// Its routing is complete at `point`.
+    pub fn complete_at(&self, point: &Arc<dyn Point>, turn: &Turn) {
+        if !turn.capturing {
+            *self.filled.lock() = Some((turn.lane, point.clone()));
         }
     }
 
@@ -254,7 +267,8 @@ impl Handles {
                 eager: false,
                 late: OnceLock::new(),
                 source: None,
-                last_use: Mutex::default(),
+                uses: Mutex::default(),
+                filled: Mutex::default(),
                 captured: AtomicBool::new(false),
             });
             Arc::new(handle)
@@ -285,14 +299,29 @@ impl Gpu {
         let handle = all.swap_remove(found);
         drop(all);
         if let Some(memory) = &handle.gpu {
+            *memory.filled.lock() = None;
             if turn.capturing {
                 memory.capture();
-            } else if let Some(point) = memory.last_use.lock().take() {
-                // SAFETY: the lane's stream is live.
-                unsafe { point.order(self.lane(turn.lane).stream.raw())? };
+            } else {
+                for (_, point) in memory.uses.lock().drain(..) {
+                    // SAFETY: the lane's stream is live.
+                    unsafe { point.order(self.lane(turn.lane).stream())? };
+                }
             }
         }
         Ok(handle)
+    }
+
+    /// Lets the lane's stream wait for the dispatch that fills a handle, which may have been on
+    /// another lane and received on another queue than the one it is used with.
+    pub(super) fn after_filling(&self, memory: &HandleMemory, turn: &Turn) -> Result<()> {
+        match &*memory.filled.lock() {
+            // SAFETY: the lane's stream is live.
+            Some((lane, point)) if *lane != turn.lane && !turn.capturing => unsafe {
+                cuda(point.order(self.lane(turn.lane).stream()))
+            },
+            _ => Ok(()),
+        }
     }
 
     /// Keeps a handle: once all others have dropped it, it will be taken again.

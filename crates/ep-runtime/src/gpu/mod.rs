@@ -12,25 +12,25 @@ mod build;
 mod combine;
 mod copies;
 mod dispatch;
+mod machine;
 mod memory;
 mod report;
+#[cfg(test)]
+mod sim;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use ep_kernels::cuda::moe::{
-    AnnounceArgs, LayoutKernels, MoeHeader, MoeOp, MoeShape, MoveKernels, MovePlan,
-};
-use ep_kernels::cuda::{
-    CaptureRelaxed, CudaError, Device, DeviceMemory, Event as Point, EventPool, LaunchFlags,
-    MappedHost, PointerPlace, Stream,
-};
-use ep_transport::{Queue, StreamSide};
+use cudarc::driver::sys::CUstream;
+use ep_kernels::cuda::moe::{AnnounceArgs, MoeHeader, MoeOp, MoeShape, MoeWork, MovePlan};
+use ep_kernels::cuda::{CudaError, Device, DeviceProperties, LaunchFlags, PointerPlace};
+use ep_transport::{Queue, StreamSide, TransportError};
 use parking_lot::Mutex;
 
 pub(crate) use build::{Prepared, Sizes, SmChoice};
 pub(crate) use combine::{Folding, combine_all};
 pub(crate) use dispatch::{Sending, dispatch_all};
+pub(crate) use machine::{Machine, Point};
 pub(crate) use memory::{HandleMemory, Handles, Told};
 pub(crate) use report::Ticket;
 
@@ -66,12 +66,12 @@ impl Tuning {
     }
 
     /// Whether all of it can be launched: nothing may be refused once peers count on this rank.
-    fn check(&self, world: usize, device: &Device) -> Result<()> {
+    fn check(&self, world: usize, device: &DeviceProperties) -> Result<()> {
         for plan in [self.dispatch, self.expand].into_iter().flatten() {
-            plan.check_rows(world, device.properties())?;
+            plan.check_rows(world, device)?;
         }
         for plan in [self.reduce, self.combine].into_iter().flatten() {
-            plan.check_sums(world, device.properties())?;
+            plan.check_sums(world, device)?;
         }
         Ok(())
     }
@@ -80,31 +80,23 @@ impl Tuning {
 /// A layer's communication on one GPU.
 #[derive(Debug)]
 pub(crate) struct Gpu {
-    pub device: Device,
+    // Dropped first: it waits for the work on it to end.
+    machine: Box<dyn Machine>,
     pub ordinal: usize,
-    layout: LayoutKernels,
-    moves: MoveKernels,
     shape: MoeShape,
     tuning: Mutex<Tuning>,
     sms: u32,
     lanes: Vec<GpuLane>,
     handles: Handles,
     slots: Mutex<SlotStates>,
-    events: Arc<EventPool>,
-    /// For copies that the host waits for.
-    copies: Stream,
     side: StreamSide,
-    /// Tables, lanes, scratch and handles.
-    memory: Option<DeviceMemory>,
-    /// Reports and what handles tell.
-    pinned: Option<MappedHost<u8>>,
     sizes: Sizes,
 }
 
 /// A lane's stream and its memory.
 #[derive(Debug)]
 struct GpuLane {
-    stream: Stream,
+    /// Its stream, which the machine keeps.
     queue: Queue,
     state: u64,
     scratch: u64,
@@ -112,11 +104,18 @@ struct GpuLane {
     tickets: AtomicU64,
 }
 
+impl GpuLane {
+    fn stream(&self) -> CUstream {
+        let (stream, _) = self.queue.raw().expect("lanes have streams");
+        stream
+    }
+}
+
 /// What is known of slots beyond who owns them.
 #[derive(Debug, Default)]
 struct SlotStates {
     /// When peers may have the slot again.
-    free_at: Vec<Option<Arc<Point>>>,
+    free_at: Vec<Option<Arc<dyn Point>>>,
     /// Slots that graphs use: never given to calls outside of captures.
     captured: u64,
     /// Those of them that no result owns.
@@ -143,7 +142,7 @@ impl Gpu {
 
     /// Other launches from now on.
     pub fn retune(&self, tuning: Tuning) -> Result<()> {
-        tuning.check(self.shape.world as usize, &self.device)?;
+        tuning.check(self.shape.world as usize, self.machine.properties())?;
         *self.tuning.lock() = tuning;
         Ok(())
     }
@@ -154,8 +153,15 @@ impl Gpu {
     }
 
     /// The comm stream of a lane.
-    pub fn lane_stream(&self, index: usize) -> cudarc::driver::sys::CUstream {
-        self.lane(index).stream.raw()
+    pub fn lane_stream(&self, index: usize) -> CUstream {
+        self.lane(index).stream()
+    }
+
+    /// The GPU itself, for what is not part of the protocol.
+    pub fn device(&self, op: &'static str) -> Result<&Device> {
+        let unsupported =
+            || TransportError::Unsupported { op, detail: "the GPU is simulated".into() };
+        Ok(self.machine.device().ok_or_else(unsupported)?)
     }
 
     fn lane(&self, index: usize) -> &GpuLane {
@@ -174,8 +180,8 @@ impl Gpu {
         }
         // SAFETY: by the contract of the queue, its stream is live.
         let capturing = unsafe {
-            self.device.check_stream(op, raw)?;
-            self.device.is_capturing(raw)?
+            self.machine.check_stream(op, raw)?;
+            self.machine.is_capturing(raw)?
         };
         let lane_state = self.lane(lane);
         let ticket = match capturing {
@@ -183,15 +189,11 @@ impl Gpu {
             false => Ticket::new(lane_state.tickets.fetch_add(1, Ordering::Relaxed) + 1),
         };
         // SAFETY: both streams are live and of this device.
-        unsafe { self.events.record(raw)?.order(lane_state.stream.raw())? };
+        unsafe { self.machine.chain(raw, lane_state.stream())? };
         Ok(Turn { lane, capturing, ticket })
     }
 
-    fn raw(
-        &self,
-        op: &'static str,
-        queue: &Queue,
-    ) -> Result<(cudarc::driver::sys::CUstream, usize)> {
+    fn raw(&self, op: &'static str, queue: &Queue) -> Result<(CUstream, usize)> {
         queue.raw().ok_or_else(|| {
             let detail = "the layer works on a GPU: pass a stream as the queue";
             EpError::argument(op, detail)
@@ -203,22 +205,22 @@ impl Gpu {
         let (raw, _) = self.raw(op, queue)?;
         // SAFETY: both streams are live and of this device.
         cuda(unsafe {
-            self.device
+            self.machine
                 .check_stream(op, raw)
-                .and_then(|()| self.events.record(raw)?.order(self.lane(turn.lane).stream.raw()))
+                .and_then(|()| self.machine.chain(raw, self.lane(turn.lane).stream()))
         })
     }
 
     /// Lets `queue` wait for everything on the lane's stream so far.
-    fn finish(&self, op: &'static str, turn: &Turn, queue: &Queue) -> Result<Arc<Point>> {
+    fn finish(&self, op: &'static str, turn: &Turn, queue: &Queue) -> Result<Arc<dyn Point>> {
         let (raw, _) = self.raw(op, queue)?;
         // SAFETY: both streams are live and of this device.
         let point = unsafe {
-            let point = self.events.record(self.lane(turn.lane).stream.raw())?;
+            let point = self.machine.record(self.lane(turn.lane).stream())?;
             point.order(raw)?;
             point
         };
-        Ok(Arc::new(point))
+        Ok(point)
     }
 
     /// After an error before anything was submitted: a capture that [`Gpu::begin`] spread to the
@@ -251,7 +253,16 @@ impl Gpu {
             AnnounceArgs { shape: self.shape, op: self.op(ep, turn), header: moe(header), handle };
         // SAFETY: the stream is live; addresses are those of this layer's memory, which outlives
         // its streams' work.
-        cuda(unsafe { self.layout.announce(self.lane(turn.lane).stream.raw(), &args) })
+        unsafe { self.submit(turn, &MoeWork::Announce(&args)) }
+    }
+
+    /// Launches work on the lane's stream.
+    ///
+    /// # Safety
+    /// Its addresses are valid for what is done with them, until it has ended.
+    unsafe fn submit(&self, turn: &Turn, work: &MoeWork<'_>) -> Result<()> {
+        // SAFETY: by this function's contract; the lane's stream is live.
+        cuda(unsafe { self.machine.submit(self.lane(turn.lane).stream(), work) })
     }
 
     fn signal(&self, ep: &Inner, turn: &Turn, phase: Phase) -> Result<()> {
@@ -278,7 +289,7 @@ impl Gpu {
             let detail = format!("{what} are at {address:#x}; a multiple of {align} is needed");
             return Err(EpError::argument(op, detail));
         }
-        match self.device.place_of(address)? {
+        match self.machine.place_of(address)? {
             PointerPlace::Device(ordinal) if ordinal == self.ordinal => Ok(()),
             other => {
                 let detail = format!(
@@ -341,7 +352,7 @@ impl Gpu {
         let free_at = self.slots.lock().free_at[index].take();
         if let Some(point) = free_at.filter(|_| !turn.capturing) {
             // SAFETY: the lane's stream is live.
-            unsafe { point.order(self.lane(turn.lane).stream.raw())? };
+            unsafe { point.order(self.lane(turn.lane).stream())? };
         }
         Ok(slot)
     }
@@ -356,9 +367,8 @@ impl Gpu {
             return Ok(index);
         }
         let index = ep.slots.take().ok_or(none)?;
-        let _relaxed = CaptureRelaxed::enter(&self.device)?;
         let busy = match &states.free_at[index] {
-            Some(point) => !point.is_done()?,
+            Some(point) => !self.machine.is_done_in_capture(&**point)?,
             None => false,
         };
         if busy {
@@ -386,8 +396,8 @@ impl Gpu {
         }
         if let Some((raw, _)) = last.and_then(|queue| queue.raw()) {
             // SAFETY: a queue's stream is live as long as what was submitted to it.
-            match unsafe { self.events.record(raw) } {
-                Ok(point) => states.free_at[index] = Some(Arc::new(point)),
+            match unsafe { self.machine.record(raw) } {
+                Ok(point) => states.free_at[index] = Some(point),
                 Err(error) => {
                     // Never offered to peers again, rather than while it may be read.
                     tracing::warn!("slot {index} is given up: {error}");
@@ -400,7 +410,7 @@ impl Gpu {
     }
 
     /// The slot may be offered after `point`.
-    fn free_after(&self, slot: &mut Slot, point: &Arc<Point>, turn: &Turn) {
+    fn free_after(&self, slot: &mut Slot, point: &Arc<dyn Point>, turn: &Turn) {
         slot.unused();
         if !turn.capturing {
             self.slots.lock().free_at[slot.index()] = Some(point.clone());
@@ -412,42 +422,10 @@ impl Gpu {
         let Some((raw, _)) = queue.raw() else { return Event::done() };
         // SAFETY: the queue's stream is live.
         match unsafe {
-            self.device.is_capturing(raw).and_then(|c| Ok((self.events.record(raw)?, c)))
+            self.machine.is_capturing(raw).and_then(|c| Ok((self.machine.record(raw)?, c)))
         } {
-            Ok((point, captured)) => Event::on_stream(ep.clone(), Arc::new(point), None, captured),
+            Ok((point, captured)) => Event::on_stream(ep.clone(), point, None, captured),
             Err(_) => Event::done(),
-        }
-    }
-}
-
-/// Spins first, since most waits are short, then sleeps.
-fn pause(spins: &mut u32) {
-    *spins = spins.saturating_add(1);
-    if *spins < 20_000 {
-        std::hint::spin_loop();
-    } else {
-        std::thread::sleep(std::time::Duration::from_micros(20));
-    }
-}
-
-impl Drop for Gpu {
-    fn drop(&mut self) {
-        // Nothing is freed under the feet of a kernel: after a failure waits are released, so
-        // streams end; should one not, its memory is left to it.
-        let limit = std::time::Duration::from_secs(20);
-        let idle = self.lanes.iter().all(|lane| {
-            lane.stream
-                .wait("the end of a lane's work", limit)
-                .inspect_err(|e| tracing::warn!("{e}"))
-                .is_ok()
-        });
-        if !idle {
-            if let Some(memory) = self.memory.take() {
-                memory.leak();
-            }
-            if let Some(pinned) = self.pinned.take() {
-                pinned.leak();
-            }
         }
     }
 }

@@ -7,7 +7,7 @@ use crate::ep::Inner;
 use crate::notify::{self, Header};
 use crate::{EpError, Result};
 
-use super::{Gpu, pause};
+use super::Gpu;
 
 /// How many operations of a lane the host may be late in asking for.
 pub(super) const KEPT: u64 = 64;
@@ -100,7 +100,7 @@ impl Gpu {
                 ep.group.report(&error);
                 return Err(error.into());
             }
-            pause(&mut spins);
+            self.machine.pause(&mut spins);
         }
     }
 

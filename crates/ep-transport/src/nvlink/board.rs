@@ -178,7 +178,8 @@ impl Board {
 
     pub fn progress(&self, flag: u32) -> u64 {
         let at = self.boards[self.rank].0 + self.map.progress() + 8 * flag as usize;
-        // SAFETY: as in `word`.
+        // SAFETY: an aligned word of a board that stays mapped while `self` lives; the host only ever
+        // loads it, atomically.
         unsafe { AtomicU64::from_ptr(at as *mut u64) }.load(Ordering::Relaxed)
     }
 

@@ -176,21 +176,21 @@ pub(super) struct Gpu {
 
 // SAFETY: handles of the driver, which may be used from any thread and never change.
 unsafe impl Send for Gpu {}
-// SAFETY: as above.
+// SAFETY: the handles never change, and the driver's functions may be called from several threads.
 unsafe impl Sync for Gpu {}
 
 impl Gpu {
     pub fn open(ordinal: usize) -> Result<Self> {
         let driver = Driver::get()?;
         let mut count = 0;
-        // SAFETY: outputs are valid for the calls, here and below.
+        // SAFETY: `count` is valid for the call.
         driver.check(OP, "cuDeviceGetCount", unsafe { (driver.device_count)(&mut count) })?;
         if ordinal >= count.max(0) as usize {
             let detail = format!("there is no GPU {ordinal}; {count} are visible");
             return Err(TransportError::Argument { op: OP, detail });
         }
         let (mut device, mut uuid, mut context) = (0, [0; 16], std::ptr::null_mut());
-        // SAFETY: as above.
+        // SAFETY: the outputs are valid for the calls; the ordinal is one of a GPU.
         unsafe {
             driver.check(OP, "cuDeviceGet", (driver.device_get)(&mut device, ordinal as c_int))?;
             driver.check(OP, "cuDeviceGetUuid", (driver.device_uuid)(&mut uuid, device))?;
@@ -203,13 +203,13 @@ impl Gpu {
     /// The ordinal of the visible GPU with this UUID.
     pub fn visible(&self, uuid: &[u8; 16]) -> Option<c_int> {
         let mut count = 0;
-        // SAFETY: outputs are valid for the calls, here and below.
+        // SAFETY: `count` is valid for the call.
         if unsafe { (self.driver.device_count)(&mut count) } != 0 {
             return None;
         }
         (0..count).find_map(|ordinal| {
             let (mut device, mut found) = (0, [0; 16]);
-            // SAFETY: as above.
+            // SAFETY: the outputs are valid for the calls; the ordinal is one of a GPU.
             let code = unsafe {
                 (self.driver.device_get)(&mut device, ordinal)
                     | (self.driver.device_uuid)(&mut found, device)

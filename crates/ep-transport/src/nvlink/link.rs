@@ -9,6 +9,7 @@ use cudarc::driver::sys::CUstream;
 use super::driver::{Gpu, MemOp};
 use super::memory::{Mapped, Setup};
 use super::watchdog::Watchdog;
+use crate::host_link::{check_flag, check_put, check_rank};
 use crate::{
     Deadline, Group, Link, Mapping, Memory, Pacing, Put, Queue, Reach, Result, StreamSide,
     TransportError, WindowSpec,
@@ -72,22 +73,6 @@ pub(super) fn wait_ops(
 }
 
 impl NvlinkLink {
-    fn check_rank(&self, op: &'static str, peer: usize) -> Result<()> {
-        let world = self.group.world();
-        if peer < world {
-            return Ok(());
-        }
-        Err(TransportError::Argument { op, detail: format!("rank {peer} of {world}") })
-    }
-
-    fn check_flag(&self, op: &'static str, flag: u32) -> Result<()> {
-        let flags = self.spec.flags;
-        if flag < flags {
-            return Ok(());
-        }
-        Err(TransportError::Argument { op, detail: format!("flag {flag} of {flags}") })
-    }
-
     /// The stream of a queue, which has to be one of this rank's GPU.
     fn stream(&self, op: &'static str, queue: &Queue) -> Result<Option<CUstream>> {
         match queue.raw() {
@@ -231,13 +216,7 @@ unsafe impl Link for NvlinkLink {
     }
 
     fn put(&self, queue: &Queue, put: Put) -> Result<()> {
-        self.check_rank("put", put.peer)?;
-        let inside =
-            |start: usize| start.checked_add(put.bytes).is_some_and(|e| e <= self.spec.bytes);
-        if !inside(put.from) || !inside(put.to) {
-            let detail = format!("{put:?} leaves the window of {} bytes", self.spec.bytes);
-            return Err(TransportError::Argument { op: "put", detail });
-        }
+        check_put(&put, self.group.world(), self.spec)?;
         if put.bytes == 0 {
             return Ok(());
         }
@@ -261,8 +240,8 @@ unsafe impl Link for NvlinkLink {
 
     fn signal(&self, queue: &Queue, peer: usize, flag: u32) -> Result<()> {
         const OP: &str = "signal";
-        self.check_rank(OP, peer)?;
-        self.check_flag(OP, flag)?;
+        check_rank(OP, peer, self.group.world())?;
+        check_flag(OP, flag, self.spec)?;
         let stream = self.stream(OP, queue)?;
         self.raise(stream, peer, flag)?;
         if let Some(pacing) = self.pacing.as_ref().filter(|p| p.concerns(&[peer])) {
@@ -279,8 +258,8 @@ unsafe impl Link for NvlinkLink {
         flag: u32,
         deadline: Deadline,
     ) -> Result<()> {
-        self.check_flag(op, flag)?;
-        peers.iter().try_for_each(|&peer| self.check_rank(op, peer))?;
+        check_flag(op, flag, self.spec)?;
+        peers.iter().try_for_each(|&peer| check_rank(op, peer, self.group.world()))?;
         let stream = self.stream(op, queue)?;
         self.pace(op, stream, (peers, flag), deadline.remaining())?;
         match stream {

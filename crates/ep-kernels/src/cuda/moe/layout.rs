@@ -350,10 +350,9 @@ impl LayoutKernels {
     /// The driver's.
     pub unsafe fn announce(&self, stream: CUstream, args: &AnnounceArgs) -> Result<(), CudaError> {
         let &AnnounceArgs { shape, op, header, handle } = args;
-        let threads = shape.world.next_multiple_of(32).clamp(32, 1024);
         let params = MoeAnnounceParams { shape, op, header, handle };
         // SAFETY: the caller's promise; the kernel takes these parameters.
-        unsafe { self.announce.launch(stream, &plain(1, threads, 0), &params) }
+        unsafe { self.announce.launch(stream, &one_block(shape.world), &params) }
     }
 
     /// Decides on an uncached dispatch and completes its routing.
@@ -366,10 +365,9 @@ impl LayoutKernels {
     pub unsafe fn plan(&self, stream: CUstream, args: &PlanArgs) -> Result<(), CudaError> {
         let &PlanArgs { shape, routing, op, alignment, summary, scratch } = args;
         let columns = shape.physical + shape.world;
-        let threads = columns.next_multiple_of(32).clamp(32, 1024);
         let params = MoePlanParams { shape, routing, op, summary, scratch, alignment, reserved: 0 };
         // SAFETY: the caller's promise; the kernel takes these parameters.
-        unsafe { self.plan.launch(stream, &plain(1, threads, 0), &params) }
+        unsafe { self.plan.launch(stream, &one_block(columns), &params) }
     }
 
     /// Numbers received rows by expert: two launches.
@@ -407,7 +405,7 @@ impl LayoutKernels {
         let expert_major = u32::from(expert_major);
         let params = MoeTailParams { shape, routing, op, row, expert, expert_major, reserved: 0 };
         // SAFETY: the caller's promise; the kernel takes these parameters.
-        unsafe { self.mark_tail.launch(stream, &plain(blocks, 512, 0), &params) }
+        unsafe { self.mark_tail.launch(stream, &marking(blocks), &params) }
     }
 }
 
@@ -415,8 +413,18 @@ fn plain(grid: u32, block: u32, shared_bytes: u32) -> LaunchConfig {
     LaunchConfig { grid, block, shared_bytes, attributes: LaunchAttributes::plain() }
 }
 
+/// The launch of a kernel of one block with work for so many threads.
+pub(super) fn one_block(threads: u32) -> LaunchConfig {
+    plain(1, threads.next_multiple_of(32).clamp(32, 1024), 0)
+}
+
+/// The launch of the kernel that marks rows.
+pub(super) fn marking(blocks: u32) -> LaunchConfig {
+    plain(blocks, 512, 0)
+}
+
 /// The launch of a counting kernel, and the words of shared memory it has.
-fn counting(columns: usize, blocks: u32) -> (LaunchConfig, u32) {
+pub(super) fn counting(columns: usize, blocks: u32) -> (LaunchConfig, u32) {
     let warps = warps(columns);
     let words = 2 * columns * warps;
     let words = if words <= SHARED_WORDS { words } else { 0 };

@@ -9,6 +9,7 @@ mod layout;
 mod move_plan;
 mod moves;
 mod params;
+mod work;
 
 pub use args::{CombineArgs, DispatchArgs, ExpandArgs, MAX_BIASES, ReduceArgs};
 pub use layout::{
@@ -23,3 +24,4 @@ pub use params::{
     MoeExpertFormat, MoeHandleHeader, MoeHeader, MoeLane, MoeOp, MoeOutFormat, MoeReport,
     MoeRouting, MoeRowFormat, MoeShape, verdict,
 };
+pub use work::{MoeLaunch, MoeWork};

@@ -167,11 +167,11 @@ struct MoeSumsParams {
 
 // SAFETY: repr(C), integers only, no padding: the sizes below add up.
 unsafe impl Plain for MoeRowsParams {}
-// SAFETY: as above.
+// SAFETY: repr(C), integers only, no padding: the sizes below add up.
 unsafe impl Plain for MoeSumsParams {}
 // SAFETY: the structs of kernels/rows.cu and sums.cu, whose layout checks are compiled against these.
 unsafe impl KernelParams for MoeRowsParams {}
-// SAFETY: as above.
+// SAFETY: the struct of kernels/sums.cu, whose layout checks are compiled against this.
 unsafe impl KernelParams for MoeSumsParams {}
 const _: () = assert!(size_of::<MoeRowsParams>() == 120 + 152 + 48 + 32 + 24 + 4 * 8 + 4 * 4);
 const _: () = assert!(size_of::<MoeSumsParams>() == 120 + 152 + 48 + 16 + 20 * 8 + 8 * 4);
@@ -419,7 +419,8 @@ impl MoveKernels {
     }
 }
 
-fn config(plan: &MovePlan, ranks: usize) -> LaunchConfig {
+/// The launch of a kernel that moves rows.
+pub(super) fn config(plan: &MovePlan, ranks: usize) -> LaunchConfig {
     LaunchConfig {
         grid: plan.blocks,
         block: 32 * plan.warps,

@@ -41,12 +41,12 @@ impl Streams {
         let (Some(gpu), Some(sms)) = (&ep.inner.gpu, &ep.inner.sms.reservation) else {
             return Ok(None);
         };
-        let (_, greatest) = gpu.device.priorities()?;
+        let (_, greatest) = gpu.device(super::OP)?.priorities()?;
         Ok(Some(Self {
             dispatch: sms.stream(greatest)?,
             combine: sms.stream(greatest)?,
-            marks: EventPool::new(&gpu.device, EVENTS, false)?,
-            times: EventPool::new(&gpu.device, EVENTS, true)?,
+            marks: EventPool::new(gpu.device(super::OP)?, EVENTS, false)?,
+            times: EventPool::new(gpu.device(super::OP)?, EVENTS, true)?,
             ordinal: gpu.ordinal,
         }))
     }
@@ -122,7 +122,7 @@ impl<'p> Run<'p> {
             origin: None,
         };
         // SAFETY: the queue's stream is live.
-        let capturing = unsafe { run.gpu().device.is_capturing(compute)? };
+        let capturing = unsafe { run.gpu().device(super::OP)?.is_capturing(compute)? };
         if pipeline.timeline.is_some() && !capturing {
             run.origin = Some((Instant::now(), Arc::new(run.time(compute)?)));
         }

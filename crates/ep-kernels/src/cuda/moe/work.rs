@@ -1,0 +1,135 @@
+//! What a layer does on a stream, one piece of work at a time: the seam between protocol and driver.
+
+use cudarc::driver::sys::CUstream;
+
+use super::args::{CombineArgs, DispatchArgs, ExpandArgs, ReduceArgs};
+use super::layout::{
+    AnnounceArgs, ExpandPlaces, LAYOUT, LayoutArgs, LayoutKernels, PLACES, PLAN, PlanArgs,
+    TailArgs, counting, marking, one_block,
+};
+use super::move_plan::{CopyPath, MovePlan, Mover};
+use super::moves::{MoveKernels, ROWS, SUMS, config};
+use crate::cuda::device::DeviceProperties;
+use crate::cuda::error::{CudaError, invalid};
+use crate::cuda::launch::LaunchConfig;
+use crate::cuda::source::KernelSource;
+
+/// One piece of a layer's work. All of it is launched on one stream, in order.
+#[derive(Clone, Copy, Debug)]
+pub enum MoeWork<'a> {
+    /// [`LayoutKernels::layout`]: lays out and announces.
+    Layout(&'a LayoutArgs),
+    /// [`LayoutKernels::announce`].
+    Announce(&'a AnnounceArgs),
+    /// [`LayoutKernels::plan`].
+    Plan(&'a PlanArgs),
+    /// [`LayoutKernels::expand_places`].
+    Places(&'a ExpandPlaces),
+    /// [`LayoutKernels::mark_tail`].
+    Tail(&'a TailArgs),
+    /// [`MoveKernels::dispatch`].
+    Dispatch(&'a MovePlan, &'a DispatchArgs),
+    /// [`MoveKernels::expand`].
+    Expand(&'a MovePlan, &'a ExpandArgs),
+    /// [`MoveKernels::reduce`].
+    Reduce(&'a MovePlan, &'a ReduceArgs),
+    /// [`MoveKernels::combine`].
+    Combine(&'a MovePlan, &'a CombineArgs),
+}
+
+/// A kernel and how it is launched.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MoeLaunch {
+    /// Its name in the source.
+    pub kernel: &'static str,
+    /// Grid, block, shared memory and attributes.
+    pub config: LaunchConfig,
+}
+
+impl MoeWork<'_> {
+    /// Launches it.
+    ///
+    /// # Safety
+    /// As [`LayoutKernels::layout`] and [`MoveKernels::dispatch`].
+    ///
+    /// # Errors
+    /// A plan that does not fit, or the driver's.
+    pub unsafe fn submit(
+        &self,
+        stream: CUstream,
+        layout: &LayoutKernels,
+        moves: &MoveKernels,
+    ) -> Result<(), CudaError> {
+        // SAFETY: the caller's promise is that of each of these.
+        unsafe {
+            match self {
+                Self::Layout(args) => layout.layout(stream, args),
+                Self::Announce(args) => layout.announce(stream, args),
+                Self::Plan(args) => layout.plan(stream, args),
+                Self::Places(args) => layout.expand_places(stream, args),
+                Self::Tail(args) => layout.mark_tail(stream, args),
+                Self::Dispatch(plan, args) => moves.dispatch(stream, plan, args),
+                Self::Expand(plan, args) => moves.expand(stream, plan, args),
+                Self::Reduce(plan, args) => moves.reduce(stream, plan, args),
+                Self::Combine(plan, args) => moves.combine(stream, plan, args),
+            }
+        }
+    }
+
+    /// The kernels that [`MoeWork::submit`] launches on such a device, in order. Needs no GPU.
+    ///
+    /// # Errors
+    /// A plan that does not fit, as when it is submitted.
+    pub fn launches(&self, device: &DeviceProperties) -> Result<Vec<MoeLaunch>, CudaError> {
+        let ranks = |world: u32| world as usize;
+        let all = |source: &KernelSource, config: LaunchConfig| {
+            source.kernels.iter().map(|kernel| MoeLaunch { kernel, config }).collect()
+        };
+        let moved = |prefix, (mover, source), plan: &MovePlan, world| {
+            plan.validate(mover, ranks(world), device)?;
+            let kernel = named(source, prefix, plan.path)?;
+            Ok(vec![MoeLaunch { kernel, config: config(plan, ranks(world)) }])
+        };
+        let (rows, sums) = ((Mover::Rows, &ROWS), (Mover::Sums, &SUMS));
+        match *self {
+            Self::Layout(LayoutArgs { shape, blocks, .. }) => {
+                let columns = (shape.physical + shape.world) as usize;
+                Ok(all(&LAYOUT, counting(columns, *blocks).0))
+            }
+            Self::Places(ExpandPlaces { shape, blocks, .. }) => {
+                Ok(all(&PLACES, counting(shape.local_experts as usize, *blocks).0))
+            }
+            Self::Announce(args) => one("moe_announce", one_block(args.shape.world)),
+            Self::Plan(PlanArgs { shape, .. }) => {
+                one("moe_plan", one_block(shape.physical + shape.world))
+            }
+            Self::Tail(args) => one("moe_mark_tail", marking(args.blocks)),
+            Self::Dispatch(plan, args) => moved("moe_dispatch", rows, plan, args.shape.world),
+            Self::Expand(plan, args) => moved("moe_expand", rows, plan, args.shape.world),
+            Self::Reduce(plan, args) => moved("moe_sum", sums, plan, args.shape.world),
+            Self::Combine(plan, args) => moved("moe_sum", sums, plan, args.shape.world),
+        }
+    }
+}
+
+/// A kernel of `plan.cu`.
+fn one(kernel: &str, config: LaunchConfig) -> Result<Vec<MoeLaunch>, CudaError> {
+    Ok(vec![MoeLaunch { kernel: find(&PLAN, kernel)?, config }])
+}
+
+/// The kernel for a path, by the names under which [`MoveKernels::load`] finds them.
+fn named(source: &KernelSource, prefix: &str, path: CopyPath) -> Result<&'static str, CudaError> {
+    let name = match path {
+        CopyPath::Tma { stages, .. } if prefix != "moe_sum" => format!("{prefix}_tma{stages}"),
+        CopyPath::Tma { stages, chunk } => format!("{prefix}_tma{}x{stages}", chunk / 512),
+        CopyPath::LdSt { unroll } => format!("{prefix}_ld{unroll}"),
+    };
+    find(source, &name)
+}
+
+fn find(source: &KernelSource, name: &str) -> Result<&'static str, CudaError> {
+    match source.kernels.iter().find(|kernel| **kernel == name) {
+        Some(kernel) => Ok(kernel),
+        None => invalid("move plan", format!("there is no kernel {name}")),
+    }
+}

@@ -1,0 +1,85 @@
+//! Properties of the protocol, and that the simulation finds what breaks them.
+
+use super::device::Rng;
+use super::program::calls;
+use super::run::{Setting, as_threads, phase_by_phase};
+use super::turns::{Mutant, Outcome};
+
+fn setting(seed: u64, mutant: Mutant) -> Setting {
+    let mut rng = Rng::new(seed.wrapping_add(77));
+    let world = 2 + rng.below(4);
+    let gpus = 1 + rng.below(2.min(world - 1));
+    Setting { world, gpus, queues: [1, 1, 2, 3, 8][rng.below(5)], mutant, seed }
+}
+
+fn run(setting: &Setting) -> Outcome {
+    as_threads(setting, &calls(&mut Rng::new(setting.seed), 30, false))
+}
+
+#[track_caller]
+fn is_clean(setting: &Setting, outcome: &Outcome) {
+    let Outcome { faults, deadlock, broken, flags, left } = outcome;
+    assert!(
+        faults.is_empty() && !deadlock && *broken == 0 && *flags == 0 && left.is_empty(),
+        "{setting:?}: {outcome:#?}"
+    );
+}
+
+/// How many seeds a property is tried with; `EP_SIM_SEEDS` says otherwise.
+fn seeds(count: u64) -> std::ops::Range<u64> {
+    let asked = std::env::var("EP_SIM_SEEDS").ok().and_then(|n| n.parse().ok());
+    0..asked.unwrap_or(count)
+}
+
+#[test]
+fn ranks_as_threads_come_to_an_end_and_touch_nothing_too_early() {
+    for seed in seeds(200) {
+        let setting = setting(seed, Mutant::None);
+        is_clean(&setting, &run(&setting));
+    }
+}
+
+#[test]
+fn one_thread_goes_phase_by_phase_on_any_number_of_queues() {
+    for seed in seeds(60) {
+        let setting = Setting { gpus: 1, ..setting(seed, Mutant::None) };
+        let calls = calls(&mut Rng::new(seed), 30, true);
+        is_clean(&setting, &phase_by_phase(&setting, &calls));
+    }
+}
+
+#[test]
+fn a_run_can_be_repeated() {
+    for seed in [3, 4] {
+        let setting = setting(seed, Mutant::Unpaced);
+        let (first, second) = (run(&setting), run(&setting));
+        assert_eq!(format!("{first:?}"), format!("{second:?}"));
+    }
+}
+
+/// How many of 40 runs on one hardware queue per GPU go wrong, as `wrong` sees it.
+fn found(mutant: Mutant, queues: usize, wrong: impl Fn(&Outcome) -> bool) -> usize {
+    let on = |seed| Setting { gpus: 1, queues, ..setting(seed, mutant) };
+    (0..40).filter(|&seed| wrong(&run(&on(seed)))).count()
+}
+
+#[test]
+fn without_pacing_a_shared_queue_is_a_deadlock() {
+    let deadlock = |outcome: &Outcome| outcome.deadlock;
+    assert!(found(Mutant::Unpaced, 1, deadlock) > 0);
+    assert_eq!(found(Mutant::None, 1, deadlock), 0);
+}
+
+#[test]
+fn a_signal_ahead_of_its_kernel_is_early_reuse() {
+    let early = |outcome: &Outcome| {
+        outcome.faults.iter().any(|f| f.contains("beside") || f.contains("while"))
+    };
+    assert!(found(Mutant::EarlySignal, 8, early) > 0);
+}
+
+#[test]
+fn a_slot_that_is_not_waited_for_is_early_reuse() {
+    let early = |outcome: &Outcome| outcome.faults.iter().any(|f| f.contains("while"));
+    assert!(found(Mutant::NoOrders, 8, early) > 0);
+}
