@@ -14,7 +14,7 @@ use crate::connect::{check_link, open_host};
 use crate::handle::HandlePool;
 use crate::lane::{Lane, LaneGuard, mapped};
 use crate::result::Dispatched;
-use crate::sched::{SmPolicy, Sms};
+use crate::sched::{SmPolicy, SmSettings, Sms};
 use crate::shape::{Plan, Resolved, Window};
 use crate::slots::{Slot, Slots};
 use crate::{EpError, Handle, MoeShape, Result};
@@ -56,9 +56,7 @@ pub struct EpBuilder {
     timeout: Duration,
     connect_timeout: Duration,
     handles: usize,
-    comm_sms: Option<u32>,
-    sm_policy: SmPolicy,
-    shares_with: Option<Ep>,
+    pub(crate) sms: SmSettings,
     #[cfg(feature = "cuda")]
     tuning: crate::gpu::Tuning,
 }
@@ -76,9 +74,7 @@ impl EpBuilder {
             timeout: Duration::from_secs(30),
             connect_timeout: Duration::from_secs(120),
             handles: 16,
-            comm_sms: None,
-            sm_policy: SmPolicy::Shared,
-            shares_with: None,
+            sms: SmSettings::default(),
             #[cfg(feature = "cuda")]
             tuning: crate::gpu::Tuning::default(),
         }
@@ -116,37 +112,6 @@ impl EpBuilder {
         self
     }
 
-    /// The most SMs that communication on a GPU takes: kernels have at most so many blocks, unless
-    /// `EpBuilder::tuning` says otherwise. By default those of the [`SmPolicy`], 16 where it sets none
-    /// aside. Without a meaning on the host.
-    pub fn comm_sms(mut self, sms: u32) -> Self {
-        self.comm_sms = Some(sms);
-        self
-    }
-
-    /// How communication gets its SMs; shared with compute by default. Without a meaning on the host.
-    /// What came of it is [`Ep::sm_report`].
-    pub fn sm_policy(mut self, policy: SmPolicy) -> Self {
-        self.sm_policy = policy;
-        self
-    }
-
-    /// Uses the SMs that another layer on the same GPU has set aside, in place of a policy.
-    pub fn share_sms(mut self, layer: &Ep) -> Self {
-        self.shares_with = Some(layer.clone());
-        self
-    }
-
-    /// Blocks of kernels.
-    #[cfg(feature = "cuda")]
-    fn blocks(&self) -> u32 {
-        let policy = self.shares_with.as_ref().map_or(self.sm_policy, |ep| ep.sm_report().asked);
-        self.comm_sms.unwrap_or(match policy.sms() {
-            0 => 16,
-            sms => sms,
-        })
-    }
-
     /// How kernels are launched, where that is not left to this crate.
     #[cfg(feature = "cuda")]
     pub fn tuning(mut self, tuning: crate::gpu::Tuning) -> Self {
@@ -176,7 +141,7 @@ impl EpBuilder {
         let mut plan = Plan::new(&resolved, self.needs_staging())?;
         #[cfg(feature = "cuda")]
         if let Place::Cuda(_) = self.place {
-            let sizes = crate::gpu::Sizes::new(&resolved, self.handles, self.blocks());
+            let sizes = crate::gpu::Sizes::new(&resolved, self.handles, self.sms.blocks());
             (plan.device_bytes, plan.pinned_bytes) = (sizes.device, sizes.pinned);
         }
         Ok(plan)
@@ -229,7 +194,7 @@ impl EpBuilder {
             "expert-parallel group is ready"
         );
         let mut inner = Inner::new(group.clone(), link, shape, window, self.timeout);
-        inner.sms = Sms::new(self.sm_policy);
+        inner.sms = Sms::new(self.sms.policy);
         #[cfg(feature = "cuda")]
         if let Some(prepared) = prepared {
             let opened = inner.on_gpu(prepared);
@@ -259,12 +224,8 @@ impl EpBuilder {
             Place::Cuda(ordinal) => {
                 let sizes = (self.handles, world);
                 let MoeShape { experts, hidden, .. } = self.shape;
-                let sms = crate::gpu::SmChoice {
-                    holder: &format!("a layer of {experts} experts and hidden size {hidden}"),
-                    blocks: self.blocks(),
-                    policy: self.sm_policy,
-                    shared: self.shares_with.as_ref(),
-                };
+                let holder = format!("a layer of {experts} experts and hidden size {hidden}");
+                let sms = self.sms.choice(&holder);
                 crate::gpu::Prepared::new(ordinal, sms, sizes, self.tuning).map(Some)
             }
             Place::Host => Ok(None),
@@ -314,7 +275,7 @@ impl Drop for Inner {
 static NEXT_ID: AtomicU64 = AtomicU64::new(1);
 
 impl Inner {
-    fn new(
+    pub fn new(
         group: Group,
         link: Arc<dyn Link>,
         shape: Resolved,

@@ -7,7 +7,63 @@ use std::sync::OnceLock;
 use super::lease::SmBudget;
 use super::order::SubmitOrder;
 use super::policy::{SmPolicy, SmReport};
-use crate::Ep;
+use crate::{Ep, EpBuilder};
+
+/// What a layer is to have.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct SmSettings {
+    pub policy: SmPolicy,
+    /// Blocks of kernels, where they are not those of the policy.
+    comm_sms: Option<u32>,
+    /// A layer whose SMs are used instead.
+    shared: Option<Ep>,
+}
+
+/// Blocks of kernels where nothing says how many.
+#[cfg(feature = "cuda")]
+const BLOCKS: u32 = 16;
+
+#[cfg(feature = "cuda")]
+impl SmSettings {
+    /// The most blocks of a kernel.
+    pub fn blocks(&self) -> u32 {
+        let policy = self.shared.as_ref().map_or(self.policy, |ep| ep.sm_report().asked);
+        self.comm_sms.unwrap_or(match policy.sms() {
+            0 => BLOCKS,
+            sms => sms,
+        })
+    }
+
+    /// The same for a GPU, on behalf of `holder`.
+    pub fn choice<'a>(&'a self, holder: &'a str) -> crate::gpu::SmChoice<'a> {
+        let (blocks, policy) = (self.blocks(), self.policy);
+        crate::gpu::SmChoice { blocks, policy, holder, shared: self.shared.as_ref() }
+    }
+}
+
+/// SMs.
+impl EpBuilder {
+    /// The most SMs that communication on a GPU takes: kernels have at most so many blocks, unless
+    /// `EpBuilder::tuning` says otherwise. By default those of the [`SmPolicy`], 16 where it sets none
+    /// aside. Without a meaning on the host.
+    pub fn comm_sms(mut self, sms: u32) -> Self {
+        self.sms.comm_sms = Some(sms);
+        self
+    }
+
+    /// How communication gets its SMs; shared with compute by default. Without a meaning on the host.
+    /// What came of it is [`Ep::sm_report`].
+    pub fn sm_policy(mut self, policy: SmPolicy) -> Self {
+        self.sms.policy = policy;
+        self
+    }
+
+    /// Uses the SMs that another layer on the same GPU has set aside, in place of a policy.
+    pub fn share_sms(mut self, layer: &Ep) -> Self {
+        self.sms.shared = Some(layer.clone());
+        self
+    }
+}
 
 /// What a layer knows of its SMs.
 #[derive(Debug)]

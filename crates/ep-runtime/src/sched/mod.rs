@@ -39,7 +39,7 @@ pub mod tune;
 pub use cuda::ComputeStream;
 #[cfg(feature = "cuda")]
 pub(crate) use cuda::{CudaReservation, reserve_on_gpu};
-pub(crate) use layer::Sms;
+pub(crate) use layer::{SmSettings, Sms};
 pub use lease::{SmBudget, SmLease};
 pub use order::{SubmitOrder, Ticket, Turn};
 pub use pipeline::{Finished, MicroBatch, Pipeline, PipelineError};
