@@ -30,6 +30,8 @@ pub(crate) struct Folding {
     per_rank: bool,
     weighted: bool,
     turn: Turn,
+    /// The caller's, for when sums are given up.
+    queue: Queue,
 }
 
 impl Folding {
@@ -56,7 +58,7 @@ impl Folding {
         match prepare(&result, queue, opts, kind) {
             Ok((lane, turn)) => {
                 let ep = lane.ep.clone();
-                Self::announce(result, lane, turn, opts, kind)
+                Self::announce(result, (lane, turn, queue), opts, kind)
                     .map_err(|e| (ep.give_up(OP, e), None))
             }
             Err(error) => Err((error, Some(Box::new(result)))),
@@ -65,8 +67,7 @@ impl Folding {
 
     fn announce(
         result: Dispatched,
-        lane: LaneGuard,
-        turn: Turn,
+        (lane, turn, queue): (LaneGuard, Turn, &Queue),
         opts: &CombineOpts,
         kind: PayloadKind,
     ) -> Result<Self> {
@@ -115,8 +116,8 @@ impl Folding {
         gpu.signal(&ep, &turn, Phase::Posted)?;
         let Dispatched { slot, handle, .. } = result;
         let (per_rank, weighted) = (reduced || !expert_major, opts.weighted && !reduced);
-        let slot = Some(slot);
-        Ok(Self { lane, slot, handle, kind, format: travelling, per_rank, weighted, turn })
+        let (slot, queue, format) = (Some(slot), queue.clone(), travelling);
+        Ok(Self { lane, slot, handle, kind, format, per_rank, weighted, turn, queue })
     }
 
     /// The second half: sums once all rows are ready; `queue` waits until all have read.
@@ -225,8 +226,7 @@ impl Folding {
         gpu.wait(&ep, &self.turn, "combine, announcements", Phase::Posted)?;
         gpu.signal(&ep, &self.turn, Phase::Done)?;
         gpu.wait(&ep, &self.turn, "combine, read by all", Phase::Done)?;
-        // SAFETY: the lane's stream is live.
-        let point = unsafe { gpu.machine.record(gpu.lane(self.turn.lane).stream())? };
+        let point = gpu.finish(OP, &self.turn, &self.queue)?;
         self.release(&point);
         Ok(())
     }

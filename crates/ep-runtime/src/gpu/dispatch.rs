@@ -37,6 +37,8 @@ pub(crate) struct Sending {
     kind: PayloadKind,
     capacity: bool,
     turn: Turn,
+    /// The caller's, which may reuse the payload once the operation is over.
+    queue: Queue,
 }
 
 impl Sending {
@@ -94,7 +96,8 @@ impl Sending {
         let kind = payload.kind;
         let capacity = opts.capacity;
         let (slot, handle) = (Some(slot), Some(handle));
-        let sending = Self { lane, slot, handle, cached, kind, capacity, turn };
+        let queue = queue.clone();
+        let sending = Self { lane, slot, handle, cached, kind, capacity, turn, queue };
         // From here on peers may count on this rank.
         let announced = sending.announce(header, route, opts);
         announced.map_err(|e| ep.give_up(OP, e))?;
@@ -232,13 +235,14 @@ impl Sending {
         }
     }
 
-    /// Lets the lane's stream wait for the peers' rows, and frees what this dispatch held.
+    /// Lets the lane's stream wait for the peers' rows and the caller's queue for that, so that the
+    /// payload is not written while it is read and a capture ends where it began. Frees what this
+    /// dispatch held.
     fn close(&mut self) -> Result<()> {
         let ep = self.lane.ep.clone();
         let gpu = gpu(&ep);
         gpu.wait(&ep, &self.turn, "dispatch, rows", Phase::Done)?;
-        // SAFETY: the lane's stream is live.
-        let point = unsafe { gpu.machine.record(gpu.lane(self.turn.lane).stream())? };
+        let point = gpu.finish(OP, &self.turn, &self.queue)?;
         if let Some(mut slot) = self.slot.take() {
             gpu.free_after(&mut slot, &point, &self.turn);
         }

@@ -54,7 +54,7 @@ pub struct Rank {
     handles: HashMap<u64, Handle>,
 }
 
-/// Where a caller keeps what belongs to result `number`.
+/// Where a caller keeps things of a kind, by number.
 fn user(rank: usize, kind: u64, number: u64) -> u64 {
     (rank as u64 + 1) << 50 | kind << 44 | number << 24
 }
@@ -74,17 +74,16 @@ impl Rank {
         self.shared.submit(stream, Op::Work(effect));
     }
 
-    fn payload(&self, number: u64) -> Payload<'static> {
-        let (at, bytes) = (user(self.ep.rank(), 1, number), 2 * HIDDEN);
+    fn payload(&self, place: u64) -> Payload<'static> {
+        let (at, bytes) = (user(self.ep.rank(), 1, place), 2 * HIDDEN);
         // SAFETY: whatever uses the address is simulated.
         let rows =
             unsafe { Rows::from_device(self.ordinal, at, TOKENS, bytes, bytes, DType::Bf16) };
         Payload::new(rows).expect("bf16 rows")
     }
 
-    fn ids(&self, number: u64, bad: bool) -> u64 {
-        let wrong = bad && self.ep.rank() == number as usize % self.ep.world();
-        user(self.ep.rank(), 2, number) | if wrong { BAD } else { 0 }
+    fn ids(&self, place: u64, wrong: bool) -> u64 {
+        user(self.ep.rank(), 2, place) | if wrong { BAD } else { 0 }
     }
 
     fn out(&self, number: u64) -> RowsMut<'static> {
@@ -96,7 +95,10 @@ impl Rank {
     /// What the caller's kernels do before a dispatch, and its arguments.
     fn prepare(&self, number: u64, sent: &Sent) -> (Payload<'static>, Route<'_>, DispatchOpts) {
         let stream = self.streams[sent.queue];
-        let (payload, ids) = (self.payload(number), self.ids(number, sent.bad));
+        // A caller fills the same memory again once an operation is over on its stream.
+        let place = (2 * sent.lane + sent.queue) as u64;
+        let wrong = sent.bad && self.ep.rank() == number as usize % self.ep.world();
+        let (payload, ids) = (self.payload(place), self.ids(place, wrong));
         self.caller(stream, Effect::Fill { at: payload.rows.as_ptr() as u64 });
         let route = match sent.cached {
             Some(handle) => Route::Cached(&self.handles[&handle]),
