@@ -11,8 +11,9 @@ use crate::dispatch::host_queue;
 use crate::ep::Inner;
 use crate::fold::{Parts, reduce_experts};
 use crate::handle::HandleInner;
-use crate::lane::LaneGuard;
-use crate::notify::{self, Header, Phase};
+use crate::lane::{LaneGuard, Owing};
+use crate::node;
+use crate::notify::{self, Counts, Header, Phase};
 use crate::result::Dispatched;
 use crate::shape::OutFormat;
 use crate::{EpError, Event, Layout, Result, Rows, RowsMut};
@@ -21,6 +22,7 @@ pub(crate) const OP: &str = "combine";
 
 pub(crate) const REDUCED: u64 = 1;
 pub(crate) const WEIGHTED: u64 = 2;
+pub(crate) const NODE_REDUCED: u64 = 4;
 
 /// How expert-major rows are combined.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -32,6 +34,14 @@ pub enum Precision {
     /// Each rank first sums its own experts' rows in f32 and rounds to the payload type, so that
     /// one row per rank travels: two roundings.
     Reduced,
+    /// Each node first sums the rows of its ranks, in f32 in the order of (rank, local expert), and
+    /// rounds to the payload type, so that one row per node travels between nodes; a token's rank
+    /// then sums the nodes' rows, its own node's included, in f32 in the order of nodes, adds biases
+    /// and rounds: two roundings, whatever the layout, and the same on whichever node the rank is.
+    /// In a group of one node the second rounding changes nothing but for biases: without them it is
+    /// [`Precision::Exact`]. Needs a layer built with
+    /// [`Hierarchy::Node`](crate::Hierarchy::Node). Nodes are numbered by their lowest rank.
+    NodeReduced,
 }
 
 /// How a combine is done. Equal on every rank.
@@ -39,7 +49,7 @@ pub enum Precision {
 pub struct CombineOpts {
     /// The lane; by default that of the dispatch.
     pub lane: Option<usize>,
-    /// For expert-major rows; rank-major rows are always summed exactly.
+    /// For rank-major rows, [`Precision::Reduced`] is [`Precision::Exact`].
     pub precision: Precision,
     /// Multiply each expert-major row with its gate weight. The owner of rank-major rows does that
     /// itself, since a row is already a sum over its experts.
@@ -111,7 +121,8 @@ impl Dispatched {
     /// `out`. Collective. The slot is free when it returns.
     ///
     /// The sum of a token is one f32 left fold over (rank, local expert) from the first row, rounded
-    /// once to nearest even; a token without experts is +0 plus its biases.
+    /// once to nearest even, unless another [`Precision`] is asked for; a token without experts is +0
+    /// plus its biases.
     ///
     /// # Errors
     /// Bad arguments or a busy lane at once: nothing was announced, and the error holds this result,
@@ -167,7 +178,8 @@ impl Dispatched {
         queue: &Queue,
         opts: &CombineOpts,
     ) -> Result<crate::gpu::Folding, CombineError> {
-        let kind = match self.outgoing() {
+        let sound = node::check_precision(OP, self.ep.across.hierarchical, opts.precision);
+        let kind = match sound.and_then(|()| self.outgoing()) {
             Ok(kind) => kind,
             Err(error) => return Err(CombineError { error, result: Some(Box::new(self)) }),
         };
@@ -193,6 +205,8 @@ impl Dispatched {
         let format = self.output_format(OP, kind)?;
         let routing = &self.handle.routing;
         let expert_major = matches!(routing.layout, Layout::ExpertMajor { .. });
+        node::check_precision(OP, self.ep.across.hierarchical, opts.precision)?;
+        let per_node = opts.precision == Precision::NodeReduced;
         if opts.weighted && !expert_major {
             return Err(weighted_rank_major());
         }
@@ -215,17 +229,19 @@ impl Dispatched {
             payload: kind.code(),
             received: self.received.map_or(0, |k| k.code() + 1),
             handle: routing.id,
-            options: u64::from(reduced) * REDUCED + u64::from(opts.weighted) * WEIGHTED,
+            options: u64::from(reduced) * REDUCED
+                + u64::from(opts.weighted) * WEIGHTED
+                + u64::from(per_node) * NODE_REDUCED,
             ..Header::default()
         };
-        Ok(Prepared { lane, header, kind, format: travelling, per_rank, weighted })
+        Ok(Prepared { lane, header, kind, format: travelling, per_rank, weighted, per_node })
     }
 
     fn announce(self, prepared: Prepared) -> Result<Parts> {
-        let Prepared { lane, header, kind, format, per_rank, weighted } = prepared;
-        lane.announce(header, &[], &[])?;
+        let Prepared { lane, header, kind, format, per_rank, weighted, per_node } = prepared;
+        lane.announce(header, &Counts::default())?;
         let Self { slot, handle, .. } = self;
-        Ok(Parts { lane, slot, handle, kind, format, per_rank, weighted })
+        Ok(Parts { lane, slot, handle, kind, format, per_rank, weighted, per_node })
     }
 }
 
@@ -243,6 +259,7 @@ struct Prepared {
     format: OutFormat,
     per_rank: bool,
     weighted: bool,
+    per_node: bool,
 }
 
 /// Why a combine did not happen, with the result if it was not announced yet. Where only the reason
@@ -309,6 +326,7 @@ impl CombineSend {
                 check_out(folding.ep(), &folding.handle.routing, folding.kind, &out)?;
             }
         }
+        #[cfg_attr(not(feature = "cuda"), expect(clippy::infallible_destructuring_match))]
         let parts = match self.parts.take().expect("just seen") {
             Started::Host(parts) => parts,
             #[cfg(feature = "cuda")]
@@ -376,7 +394,7 @@ pub fn combine_all(
     }
     if let Some(error) = refused {
         for (parts, _) in started {
-            parts.lane.abandon(parts.slot.detach());
+            parts.lane.abandon(parts.slot.detach(), Owing::All);
         }
         return Err(error);
     }

@@ -2,6 +2,7 @@
 
 use ep_transport::{Deadline, Group, Transport};
 
+use crate::node::{Hierarchy, Nodes};
 use crate::{EpError, MoeShape, Result};
 
 /// What has to be equal on all ranks, as text.
@@ -12,7 +13,8 @@ impl Config {
     pub fn new(
         shape: &MoeShape,
         (slots, lanes): (usize, usize),
-        transport: Option<&dyn Transport>,
+        (transport, nodes): (Option<&dyn Transport>, Option<&Nodes>),
+        hierarchy: Hierarchy,
         (on_gpu, problem): (bool, Option<&EpError>),
     ) -> Self {
         let optional = |n: Option<usize>| n.map_or("default".into(), |n| n.to_string());
@@ -33,10 +35,16 @@ impl Config {
             ("max_rows", optional(shape.max_rows)),
             ("expert_major", optional(shape.expert_alignment)),
             ("max_expert_rows", optional(shape.max_expert_rows)),
+            ("hierarchy", format!("{hierarchy:?}")),
+            ("max_forward_rows", optional(shape.max_forward_rows)),
             ("place", if on_gpu { "gpu" } else { "host" }.into()),
             ("slots", slots.to_string()),
             ("lanes", lanes.to_string()),
             ("transport", transport.map_or("default", |t| t.name()).into()),
+            (
+                "nodes",
+                nodes.map_or("unknown".into(), |n| format!("{} ({:08x})", n.count(), n.digest())),
+            ),
             ("problem", problem.replace('\n', " ")),
         ])
     }

@@ -8,16 +8,19 @@ use ep_transport::{
 
 use crate::Result;
 use crate::lane::mapped;
+use crate::node::Nodes;
 use crate::shape::Window;
 
-/// What a transport says of its windows is checked before it becomes an address.
+/// What a transport says of its windows is checked before it becomes an address. `promised` is what
+/// it said of nodes beforehand.
 pub(crate) fn check_link(
     group: &Group,
     link: &dyn Link,
     window: &Window,
     (staging, on_gpu): (bool, bool),
+    promised: Option<&Nodes>,
     deadline: Deadline,
-) -> Result<()> {
+) -> Result<Nodes> {
     let mut reached = Vec::with_capacity(group.world());
     let mut problem = None;
     for peer in 0..group.world() {
@@ -45,19 +48,26 @@ pub(crate) fn check_link(
     // One more byte says whether this rank is content, so that all ranks fail together.
     reached.push(u8::from(problem.is_none()));
     let all = group.all_gather_within("build", &reached, deadline)?;
-    let detail = problem.or_else(|| {
-        let world = group.world();
-        let one_sided = |(a, b): (usize, usize)| all[a].get(b) != all[b].get(a);
-        let pairs = (0..world).flat_map(|a| (0..a).map(move |b| (a, b)));
-        let pair = pairs.into_iter().find(|&p| one_sided(p));
-        let unhappy = (0..world).find(|&r| all[r].get(world) != Some(&1));
-        pair.map(|(a, b)| format!("of ranks {b} and {a} only one maps the other"))
-            .or(unhappy.map(|r| format!("rank {r} cannot use its windows")))
+    let world = group.world();
+    let maps = |a: usize, b: usize| all[a].get(b) == Some(&1);
+    let pairs = (0..world).flat_map(|a| (0..a).map(move |b| (a, b)));
+    let one_sided = pairs.into_iter().find(|&(a, b)| maps(a, b) != maps(b, a));
+    let unhappy = || (0..world).find(|&r| all[r].get(world) != Some(&1));
+    let nodes = match (problem, one_sided) {
+        (Some(problem), _) => Err(problem),
+        (None, Some((a, b))) => Err(format!("of ranks {b} and {a} only one maps the other")),
+        (None, None) => match unhappy() {
+            Some(rank) => Err(format!("rank {rank} cannot use its windows")),
+            None => Nodes::from_reach(world, maps),
+        },
+    };
+    let nodes = nodes.and_then(|nodes| match promised {
+        Some(promised) if *promised != nodes => {
+            Err("ranks map others than those of Transport::nodes()".into())
+        }
+        _ => Ok(nodes),
     });
-    match detail {
-        Some(detail) => Err(TransportError::Unsupported { op: "build", detail }.into()),
-        None => Ok(()),
-    }
+    nodes.map_err(|detail| TransportError::Unsupported { op: "build", detail }.into())
 }
 
 /// Shares memory between threads where all ranks are threads of one process, else between

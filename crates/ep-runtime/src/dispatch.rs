@@ -12,10 +12,12 @@ use ep_transport::Queue;
 
 use crate::ep::Inner;
 use crate::handle::HandleInner;
-use crate::lane::{LaneGuard, LaneState};
-use crate::notify::{self, Header, Phase};
+use crate::lane::{LaneGuard, LaneState, Owing};
+use crate::node;
+use crate::notify::{self, Counts, Header, Phase};
 use crate::payload::{self, DispatchOpts, Payload, Route};
 use crate::result::Dispatched;
+use crate::routing::{Fresh, Routing};
 use crate::slots::Slot;
 use crate::{Ep, EpError, Handle, Layout, Result};
 
@@ -24,58 +26,6 @@ const OP: &str = "dispatch";
 /// Options that all ranks of a dispatch share, as they travel.
 pub(crate) const CAPACITY: u64 = 1;
 pub(crate) const PHYSICAL_IDS: u64 = 2;
-
-/// The routing of a dispatch in progress.
-#[derive(Debug)]
-enum Routing {
-    /// Being made: nobody else has it yet.
-    New(Fresh),
-    Cached(Handle),
-}
-
-impl Routing {
-    fn get(&self) -> &HandleInner {
-        match self {
-            Self::New(fresh) => fresh,
-            Self::Cached(handle) => &handle.routing,
-        }
-    }
-}
-
-/// A handle nobody refers to yet. It goes back to the pool however the dispatch ends.
-#[derive(Debug)]
-struct Fresh {
-    ep: Arc<Inner>,
-    handle: Arc<HandleInner>,
-}
-
-impl Fresh {
-    fn take(ep: &Arc<Inner>) -> Self {
-        Self { ep: ep.clone(), handle: ep.handles.take() }
-    }
-
-    fn get_mut(&mut self) -> &mut HandleInner {
-        Arc::get_mut(&mut self.handle).expect("not shared before it is complete")
-    }
-
-    fn done(self) -> Arc<HandleInner> {
-        self.handle.clone()
-    }
-}
-
-impl std::ops::Deref for Fresh {
-    type Target = HandleInner;
-
-    fn deref(&self) -> &HandleInner {
-        &self.handle
-    }
-}
-
-impl Drop for Fresh {
-    fn drop(&mut self) {
-        self.ep.handles.keep(&self.handle);
-    }
-}
 
 /// A dispatch that has been announced.
 #[derive(Debug)]
@@ -124,7 +74,9 @@ impl Ep {
     }
 
     /// The first half of a dispatch: returns when this rank's rows have been written. It waits,
-    /// bounded, until every peer has said where its rows go (and, uncached, how many come).
+    /// bounded, until every peer has said where its rows go (and, uncached, how many come), and with
+    /// [`Hierarchy::Node`](crate::Hierarchy::Node) until the rows that this rank has to pass on have
+    /// arrived from other nodes, so that nobody depends on when the second half is called.
     ///
     /// # Errors
     /// As [`Ep::dispatch`].
@@ -183,7 +135,7 @@ pub fn dispatch_all(
                 let Refused { error, lane, slot } = *refused;
                 if error.group_usable() {
                     lane.done(&lane.ep.peers)?;
-                    lane.abandon(slot.detach());
+                    lane.abandon(slot.detach(), Owing::All);
                 }
                 failed = failed.or(Some(error));
             }
@@ -191,7 +143,10 @@ pub fn dispatch_all(
     }
     match failed {
         Some(error) => Err(error),
-        None => sent.into_iter().map(|s| s.recv(queue)).collect(),
+        None => {
+            let sent = sent.into_iter().map(Posted::forward).collect::<Result<Vec<_>>>()?;
+            sent.into_iter().map(|s| s.recv(queue)).collect()
+        }
     }
 }
 
@@ -226,7 +181,7 @@ impl Posted {
                 header.op = notify::OP_CACHED;
                 header.handle = handle.routing.id;
                 header.layout = handle.routing.layout.code();
-                lane.announce(header, &[], &[])?;
+                lane.announce(header, &Counts::default())?;
                 Routing::Cached((*handle).clone())
             }
             #[cfg(feature = "cuda")]
@@ -248,8 +203,10 @@ impl Posted {
                 if let Err(e) = routed {
                     set_status(&mut header, &e)?;
                 }
-                let sequence =
-                    lane.announce(header, &new.send.expert_counts, &new.send.rank_counts)?;
+                if ep.across.hierarchical {
+                    new.crossing.lay_out(&new.send, &ep.across.nodes, ep.rank());
+                }
+                let sequence = lane.announce(header, &new.counts())?;
                 new.id = ((opts.lane as u64) << 48) | sequence;
                 new.lane = opts.lane;
                 Routing::New(fresh)
@@ -275,26 +232,37 @@ impl Posted {
         notify::verdict(OP, &self.lane.state().headers)?;
         let Routing::New(fresh) = &mut self.routing else { return Ok(()) };
         let handle = fresh.get_mut();
+        let (across, hierarchical) = (&ep.across, ep.across.hierarchical);
         handle.matrix.reset(&ep.shape.placement, ep.rank());
+        if hierarchical {
+            handle.crossing.reset(&ep.shape, &across.nodes, &across.sources);
+        }
+        let nodes = if hierarchical { across.nodes.count() } else { 0 };
         for source in 0..ep.shape.world {
             let mailbox = ep.local(ep.window.mailbox(self.lane.index, source));
             // SAFETY: the announcement is whole and stays until this rank raises Done; the verdict
             // says that it is one of an uncached dispatch.
-            let added = unsafe { notify::add_counts(mailbox, &ep.shape, &mut handle.matrix) };
-            ep.check_rows(OP, added)?;
+            let counts = unsafe { notify::counts(mailbox, &ep.shape, nodes) };
+            ep.check_rows(OP, handle.matrix.add(counts.expert, counts.rank))?;
+            if hierarchical {
+                handle.crossing.add(&ep.shape, &across.nodes, ep.rank(), (source, &counts));
+            }
         }
         let expert_major = match handle.layout {
             Layout::ExpertMajor { alignment } => Some((alignment, ep.shape.max_expert_rows)),
             Layout::RankMajor => None,
         };
         notify::capacity(OP, &handle.matrix, ep.shape.max_rows, expert_major)?;
+        handle.crossing.capacity(OP, ep.shape.max_forward_rows)?;
         handle.finish(&ep.shape);
+        let first = &handle.expert_offsets;
+        handle.crossing.finish(handle.layout, &ep.shape, &across.members, first);
         Ok(())
     }
 
     fn send(self, payload: &Payload<'_>) -> Result<DispatchSend> {
         match self.prepare() {
-            Ok(posted) => posted.write(payload),
+            Ok(posted) => posted.write(payload)?.forward(),
             Err(refused) => {
                 let Refused { error, lane, .. } = *refused;
                 if error.group_usable() {
@@ -305,13 +273,11 @@ impl Posted {
         }
     }
 
-    /// Writes every row to its final place and tells the peers.
-    fn write(self, payload: &Payload<'_>) -> Result<DispatchSend> {
+    /// Writes every row to its final place, or only as far as its rail, and tells the peers.
+    fn write(self, payload: &Payload<'_>) -> Result<Self> {
         let ep = &self.lane.ep;
         let (format, _) = ep.shape.formats(self.kind);
-        let mut state = self.lane.state();
         let handle = self.routing.get();
-        self.aim(&mut state, &format);
         let source = Source {
             payload: payload.rows.as_ptr(),
             payload_stride: payload.rows.stride(),
@@ -319,15 +285,32 @@ impl Posted {
             scales_stride: payload.scales.map_or(0, |s| s.stride()),
             weights: (!handle.weights.is_empty()).then_some(handle.weights.as_slice()),
         };
-        // SAFETY: `payload` has as many rows of the format's size as the routing has tokens
-        // (checked on entry); the targets are blocks of slots their owners offered for this
-        // operation, disjoint between sources by the count matrix and within capacity by the
-        // verdict, or this lane's staging.
+        if ep.across.hierarchical {
+            // SAFETY: `payload` has as many rows of the format's size as the routing has tokens
+            // (checked on entry).
+            unsafe { node::send_blocks(&self.lane, handle, &format, &source)? };
+        }
+        let mut state = self.lane.state();
+        self.aim(&mut state, &format);
+        // SAFETY: the source as above; the targets are blocks of slots their owners offered for this
+        // operation, disjoint between sources by the count matrix and within capacity by the verdict,
+        // or this lane's staging.
         let scattered = unsafe {
-            let placement = &ep.shape.placement;
-            host::scatter(&format, &source, &handle.send, placement, ep.rank(), &state.targets)
+            let (placement, targets) = (&ep.shape.placement, &state.targets);
+            let (send, rank) = (&handle.send, ep.rank());
+            match ep.across.hierarchical {
+                false => host::scatter(&format, &source, send, placement, rank, targets),
+                true => {
+                    let near = &ep.across.near;
+                    host::scatter_only(&format, &source, send, placement, rank, targets, near)
+                }
+            }
         };
         ep.check_rows(OP, scattered)?;
+        if ep.across.hierarchical {
+            drop(state);
+            return Ok(self);
+        }
         for &peer in &ep.bulk {
             let rows = handle.send.rank_counts[peer] as usize;
             let from = self.staging_of(peer, format.stride);
@@ -340,6 +323,19 @@ impl Posted {
         }
         drop(state);
         self.lane.done(&ep.peers)?;
+        Ok(self)
+    }
+
+    /// Passes on what other nodes sent to this rank for those of its node.
+    fn forward(mut self) -> Result<DispatchSend> {
+        if self.lane.ep.across.hierarchical {
+            let (format, _) = self.lane.ep.shape.formats(self.kind);
+            node::await_blocks(&self.lane)?;
+            if let Routing::New(fresh) = &mut self.routing {
+                node::read_blocks(&self.lane, &mut fresh.get_mut().crossing, &format)?;
+            }
+            node::forward(&self.lane, &self.routing.get().crossing, &format)?;
+        }
         Ok(DispatchSend { parts: Some(Sent::Host(self)) })
     }
 
@@ -398,7 +394,7 @@ impl DispatchSend {
     /// Whether all peers' rows have arrived, so that [`DispatchSend::recv`] would not wait.
     pub fn ready(&self) -> bool {
         self.parts.as_ref().is_some_and(|sent| match sent {
-            Sent::Host(posted) => posted.lane.ready(Phase::Done),
+            Sent::Host(posted) => posted.lane.ready_from(posted.lane.ep.owing_rows(), Phase::Done),
             #[cfg(feature = "cuda")]
             Sent::Gpu(sending) => sending.lane().ready(Phase::Done),
         })
@@ -409,6 +405,7 @@ impl DispatchSend {
     /// # Errors
     /// A time-out or loss names the absent peers; the group is then unusable.
     pub fn recv(mut self, queue: &Queue) -> Result<Dispatched> {
+        #[cfg_attr(not(feature = "cuda"), expect(clippy::infallible_destructuring_match))]
         let posted = match self.parts.take().expect("taken once") {
             Sent::Host(posted) => posted,
             #[cfg(feature = "cuda")]
@@ -419,7 +416,7 @@ impl DispatchSend {
         let Posted { lane, slot, mut routing, kind, capacity } = posted;
         let ep = lane.ep.clone();
         let deadline = ep.deadline();
-        lane.wait("dispatch, rows", &ep.peers, Phase::Done, deadline)?;
+        lane.wait("dispatch, rows", ep.owing(ep.owing_rows()), Phase::Done, deadline)?;
         lane.flush(deadline)?;
         if let Layout::ExpertMajor { .. } = routing.get().layout {
             expand(&ep, &lane, &slot, &mut routing, kind)?;
@@ -439,7 +436,7 @@ impl Drop for DispatchSend {
         if let Some(Sent::Host(Posted { lane, slot, routing, kind, .. })) = self.parts.take() {
             let (format, _) = lane.ep.shape.formats(kind);
             slot.tail().lock().overwritten(routing.get().rows * format.stride);
-            lane.abandon(slot.detach());
+            lane.abandon(slot.detach(), lane.ep.owing_rows());
         }
     }
 }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use ep_kernels::{KernelError, Placement};
+use ep_kernels::KernelError;
 use ep_transport::{
     Deadline, Group, Link, Mapping, Memory, Queue, Transport, TransportError, WindowSpec,
 };
@@ -13,11 +13,11 @@ use crate::config::Config;
 use crate::connect::{check_link, open_host};
 use crate::handle::HandlePool;
 use crate::lane::{Lane, LaneGuard, mapped};
-use crate::result::Dispatched;
+use crate::node::{Across, Hierarchy};
 use crate::sched::{SmPolicy, SmSettings, Sms};
 use crate::shape::{Plan, Resolved, Window};
 use crate::slots::{Slot, Slots};
-use crate::{EpError, Handle, MoeShape, Result};
+use crate::{EpError, MoeShape, Result};
 
 /// Where a rank's rows live.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -48,14 +48,15 @@ pub enum Place {
 /// ```
 #[derive(Clone, Debug)]
 pub struct EpBuilder {
-    shape: MoeShape,
-    place: Place,
-    transport: Option<Arc<dyn Transport>>,
-    slots: usize,
-    lanes: usize,
+    pub(crate) shape: MoeShape,
+    pub(crate) place: Place,
+    pub(crate) transport: Option<Arc<dyn Transport>>,
+    pub(crate) slots: usize,
+    pub(crate) lanes: usize,
     timeout: Duration,
     connect_timeout: Duration,
     handles: usize,
+    pub(crate) hierarchy: Hierarchy,
     pub(crate) sms: SmSettings,
     #[cfg(feature = "cuda")]
     tuning: crate::gpu::Tuning,
@@ -74,6 +75,7 @@ impl EpBuilder {
             timeout: Duration::from_secs(30),
             connect_timeout: Duration::from_secs(120),
             handles: 16,
+            hierarchy: Hierarchy::Flat,
             sms: SmSettings::default(),
             #[cfg(feature = "cuda")]
             tuning: crate::gpu::Tuning::default(),
@@ -136,7 +138,7 @@ impl EpBuilder {
     /// # Errors
     /// When the layer cannot be built for so many ranks.
     pub fn plan(&self, world: usize) -> Result<Plan> {
-        let resolved = self.shape.resolve(world, self.slots, self.lanes)?;
+        let resolved = self.resolve(world)?;
         #[cfg_attr(not(feature = "cuda"), expect(unused_mut))]
         let mut plan = Plan::new(&resolved, self.needs_staging())?;
         #[cfg(feature = "cuda")]
@@ -159,7 +161,7 @@ impl EpBuilder {
     /// configured differently; what the transport says otherwise.
     pub fn build(&self, group: &Group) -> Result<Ep> {
         let deadline = Deadline::after(self.connect_timeout);
-        let shape = self.shape.resolve(group.world(), self.slots, self.lanes);
+        let shape = self.resolve(group.world());
         let transport = self.transport.as_deref();
         #[cfg(feature = "cuda")]
         let prepared = self.prepare(group.world());
@@ -168,8 +170,15 @@ impl EpBuilder {
         #[cfg(not(feature = "cuda"))]
         let problem = shape.as_ref().err();
         let on_gpu = self.place != Place::Host;
-        let config =
-            Config::new(&self.shape, (self.slots, self.lanes), transport, (on_gpu, problem));
+        let promised = self.nodes(group.world());
+        let carrier = (transport, promised.as_ref());
+        let config = Config::new(
+            &self.shape,
+            (self.slots, self.lanes),
+            carrier,
+            self.hierarchy,
+            (on_gpu, problem),
+        );
         config.compare(group, deadline)?;
         let shape = shape?;
         #[cfg(feature = "cuda")]
@@ -186,14 +195,17 @@ impl EpBuilder {
                 }
             },
         };
-        check_link(group, &*link, &window, (self.needs_staging(), on_gpu), deadline)?;
+        let kind = (self.needs_staging(), on_gpu);
+        let nodes = check_link(group, &*link, &window, kind, promised.as_ref(), deadline)?;
         tracing::debug!(
             rank = group.rank(),
             world = group.world(),
+            nodes = nodes.count(),
             window_bytes = window.bytes,
             "expert-parallel group is ready"
         );
-        let mut inner = Inner::new(group.clone(), link, shape, window, self.timeout);
+        let across = Across::new(nodes, self.hierarchy, group.rank());
+        let mut inner = Inner::new(group.clone(), (link, across), shape, window, self.timeout);
         inner.sms = Sms::new(self.sms.policy);
         #[cfg(feature = "cuda")]
         if let Some(prepared) = prepared {
@@ -255,6 +267,7 @@ pub(crate) struct Inner {
     pub bulk: Vec<usize>,
     /// Every rank's window where it is mapped, this rank's own included.
     pub reach: Vec<Option<Mapping>>,
+    pub across: Across,
     /// Where rows are.
     pub place: Memory,
     pub sms: Sms,
@@ -277,7 +290,7 @@ static NEXT_ID: AtomicU64 = AtomicU64::new(1);
 impl Inner {
     pub fn new(
         group: Group,
-        link: Arc<dyn Link>,
+        (link, across): (Arc<dyn Link>, Across),
         shape: Resolved,
         window: Window,
         timeout: Duration,
@@ -298,6 +311,7 @@ impl Inner {
             direct,
             bulk,
             reach,
+            across,
             place: link.memory(),
             sms: Sms::new(SmPolicy::Shared),
             #[cfg(feature = "cuda")]
@@ -377,15 +391,22 @@ impl Inner {
 
     /// Passes a kernel's verdict on rows on; rows that are not what was announced end the group.
     pub fn check_rows<T>(&self, op: &'static str, result: Result<T, KernelError>) -> Result<T> {
-        result.map_err(|e| {
-            let detail = e.to_string();
-            self.group.abort(&format!("{op}: {detail}"));
-            EpError::Corrupt { op, detail }
-        })
+        result.map_err(|e| self.corrupt(op, e.to_string()))
+    }
+
+    /// Ends the group: rows are not what was announced.
+    pub fn corrupt(&self, op: &'static str, detail: String) -> EpError {
+        self.group.abort(&format!("{op}: {detail}"));
+        EpError::Corrupt { op, detail }
     }
 
     /// A slot that `queue` may write to.
-    fn free_slot(self: &Arc<Self>, op: &'static str, lane: usize, queue: &Queue) -> Result<Slot> {
+    pub fn free_slot(
+        self: &Arc<Self>,
+        op: &'static str,
+        lane: usize,
+        queue: &Queue,
+    ) -> Result<Slot> {
         #[cfg(feature = "cuda")]
         if let Some(gpu) = &self.gpu {
             return gpu.slot_for(self, op, lane, queue);
@@ -397,80 +418,5 @@ impl Inner {
     /// Fails if the group has failed.
     pub fn usable(&self, op: &'static str) -> Result<()> {
         Ok(self.group.health().check(op)?)
-    }
-}
-
-impl Ep {
-    /// This rank's number.
-    pub fn rank(&self) -> usize {
-        self.inner.rank()
-    }
-
-    /// The number of ranks.
-    pub fn world(&self) -> usize {
-        self.inner.shape.world
-    }
-
-    /// The group it was built over.
-    pub fn group(&self) -> &Group {
-        &self.inner.group
-    }
-
-    /// Which ranks hold which expert, and by which local number.
-    pub fn placement(&self) -> &Placement {
-        &self.inner.shape.placement
-    }
-
-    /// The number of experts of `rank`.
-    ///
-    /// # Panics
-    /// When there is no such rank.
-    pub fn local_experts(&self, rank: usize) -> usize {
-        self.inner.shape.placement.local_experts(rank)
-    }
-
-    /// Launches kernels differently from the next operation on: for finding out what is best. It
-    /// never changes results; without a meaning on the host.
-    ///
-    /// # Errors
-    /// A plan that cannot be launched; nothing changes then.
-    #[cfg(feature = "cuda")]
-    pub fn retune(&self, tuning: crate::Tuning) -> Result<()> {
-        match &self.inner.gpu {
-            Some(gpu) => {
-                if let Some(sms) = &self.inner.sms.reservation {
-                    sms.check(&tuning.launches(gpu.blocks()))?;
-                }
-                gpu.retune(tuning)
-            }
-            None => Ok(()),
-        }
-    }
-
-    /// Result slots nobody owns at the moment.
-    pub fn free_slots(&self) -> usize {
-        self.inner.slots.free()
-    }
-
-    /// A free slot shaped by an earlier dispatch, with nothing dispatched into it: for rows that
-    /// are to be combined but did not come by a dispatch, such as the gradients of a dispatch's
-    /// rows. Write them with [`Dispatched::rows_mut`].
-    ///
-    /// # Errors
-    /// [`EpError::NoFreeSlot`], or a handle of another [`Ep`].
-    pub fn combine_slot(&self, handle: &Handle, queue: &Queue) -> Result<Dispatched> {
-        const OP: &str = "combine_slot";
-        self.inner.usable(OP)?;
-        self.own(OP, handle)?;
-        let slot = self.inner.free_slot(OP, handle.routing.lane, queue)?;
-        let lane = handle.routing.lane;
-        Ok(Dispatched::new(self.inner.clone(), slot, handle.clone(), None, false, lane))
-    }
-
-    pub(crate) fn own(&self, op: &'static str, handle: &Handle) -> Result<()> {
-        if handle.routing.ep == self.inner.id {
-            return Ok(());
-        }
-        Err(EpError::argument(op, "the handle belongs to another group, shape or rank"))
     }
 }

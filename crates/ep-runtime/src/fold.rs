@@ -6,6 +6,7 @@ use ep_kernels::host;
 use crate::combine::{Combined, OP};
 use crate::handle::HandleInner;
 use crate::lane::{LaneGuard, RowSource, Scratch};
+use crate::node;
 use crate::notify::{self, Header, Phase};
 use crate::result::Dispatched;
 use crate::shape::OutFormat;
@@ -24,6 +25,8 @@ pub(crate) struct Parts {
     /// They are one per (token, rank), in the slot's rank-major region.
     pub per_rank: bool,
     pub weighted: bool,
+    /// One row per (token, node) crosses nodes.
+    pub per_node: bool,
 }
 
 impl Parts {
@@ -47,6 +50,9 @@ impl Parts {
     /// Sends each peer that does not map this rank's window its block of rows, in the order of its
     /// tokens, to where it expects this rank's block.
     pub fn push(&self) -> Result<()> {
+        if self.per_node {
+            return node::push(self);
+        }
         let ep = &*self.lane.ep;
         let handle = &self.handle.routing;
         let stride = self.format.stride;
@@ -88,6 +94,9 @@ impl Parts {
 
     /// Sums the rows of every token of this rank.
     pub fn sum(&self, out: &mut Combined<'_>) -> Result<()> {
+        if self.per_node {
+            return node::sum(self, out);
+        }
         let ep = &*self.lane.ep;
         let mut state = self.lane.state();
         let state = &mut *state;
@@ -115,8 +124,9 @@ impl Parts {
                 // SAFETY: the weights are dense, K for each token (checked on entry), borrowed
                 // exclusively.
                 let home = unsafe { std::slice::from_raw_parts_mut(at, ep.shape.topk) };
+                let chosen = &self.handle.routing.send.physical[token * home.len()..][..home.len()];
                 // SAFETY: as above; `rows` and `order` belong together.
-                unsafe { self.weights_home(token, rows, order, home) };
+                unsafe { self.weights_home(chosen, rows, order, home) };
             }
         }
         Ok(())
@@ -150,7 +160,7 @@ impl Parts {
     }
 
     /// Says for each owner where its rows for this rank are.
-    fn find_sources(&self, headers: &[Header], sources: &mut Vec<RowSource>) {
+    pub fn find_sources(&self, headers: &[Header], sources: &mut Vec<RowSource>) {
         let ep = &*self.lane.ep;
         let matrix = &self.handle.routing.matrix;
         sources.clear();
@@ -229,20 +239,19 @@ impl Parts {
         }
     }
 
-    /// Reads the weights that a token's rows carry.
+    /// Reads the weights that a token's rows carry, for the physical experts it chose.
     ///
     /// # Safety
     /// `rows` are rows of this combine that may be read, and `order` says whose they are.
-    unsafe fn weights_home(
+    pub unsafe fn weights_home(
         &self,
-        token: usize,
+        chosen: &[i32],
         rows: &[*const u8],
         order: &[(i32, u32)],
         home: &mut [f32],
     ) {
         home.fill(0.0);
         let placement = &self.lane.ep.shape.placement;
-        let chosen = &self.handle.routing.send.physical[token * home.len()..][..home.len()];
         for (&row, &(who, k)) in rows.iter().zip(order) {
             let carried = row.wrapping_add(self.format.weights_at).cast::<f32>();
             if !self.per_rank {

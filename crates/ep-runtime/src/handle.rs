@@ -7,6 +7,8 @@ use ep_kernels::{CountMatrix, Layout as Routing, RecordFormat};
 use parking_lot::Mutex;
 
 use crate::Layout;
+use crate::node::Crossing;
+use crate::notify::Counts;
 use crate::shape::Resolved;
 
 /// The routing of one dispatch: who sent which token where.
@@ -36,6 +38,8 @@ pub(crate) struct HandleInner {
     /// Top-k weights of this rank's tokens `[T, K]`; empty if none were given.
     pub weights: Vec<f32>,
     pub matrix: CountMatrix,
+    /// What crosses nodes, where tokens do so once.
+    pub crossing: Crossing,
     /// Rank-major rows received.
     pub rows: usize,
     /// Expert-major rows received, padding included.
@@ -94,6 +98,7 @@ impl HandleInner {
             send: Routing::default(),
             weights: Vec::new(),
             matrix: CountMatrix::new(),
+            crossing: Crossing::default(),
             rows: 0,
             expert_rows: 0,
             expert_offsets: Vec::new(),
@@ -103,6 +108,12 @@ impl HandleInner {
             #[cfg(feature = "cuda")]
             gpu: None,
         }
+    }
+
+    /// What this rank announces of its rows.
+    pub fn counts(&self) -> Counts<'_> {
+        let (send, node) = (&self.send, &self.crossing.counts);
+        Counts { expert: &send.expert_counts, rank: &send.rank_counts, node }
     }
 
     /// What a GPU told of a dispatch, where the host did not lay it out itself.

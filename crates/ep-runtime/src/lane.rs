@@ -8,7 +8,7 @@ use ep_transport::{Deadline, Queue, Reach, TransportError};
 use parking_lot::{Mutex, MutexGuard};
 
 use crate::ep::Inner;
-use crate::notify::{self, Header, Phase};
+use crate::notify::{self, Counts, Header, Phase};
 use crate::{EpError, Result};
 
 /// One lane of one rank.
@@ -22,13 +22,22 @@ pub(crate) struct Lane {
 #[derive(Debug, Default)]
 pub(crate) struct LaneState {
     sequence: u64,
-    /// The slot of an operation whose second half was dropped. Peers raise its `Done` yet, which
+    /// The slot of an operation whose second half was dropped, and who raises its `Done` yet, which
     /// the lane's next operation consumes first.
-    abandoned: Option<usize>,
+    abandoned: Option<(usize, Owing)>,
     pub headers: Vec<Header>,
     pub targets: Vec<Target>,
     pub expander: Expander,
     pub scratch: Scratch,
+}
+
+/// Whose `Done` an operation waits for yet.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Owing {
+    /// All peers'.
+    All,
+    /// Direct peers'; that of others was consumed.
+    Direct,
 }
 
 // SAFETY: the pointers in it are scratch of one call; they are written before they are read in it.
@@ -42,6 +51,10 @@ pub(crate) struct Scratch {
     pub weights: Vec<f32>,
     pub order: Vec<(i32, u32)>,
     pub sources: Vec<RowSource>,
+    /// Where nodes are reduced: the sum of one, the next row of each, and the rows of a token.
+    pub partial: Vec<u8>,
+    pub next: Vec<usize>,
+    pub sums: Vec<*const u8>,
 }
 
 /// Where a home rank finds the rows of one owner.
@@ -97,9 +110,9 @@ impl LaneGuard {
     /// Brings a dispatch whose second half was dropped to its end.
     fn finish_abandoned(&self, deadline: Deadline) -> Result<()> {
         let abandoned = self.state().abandoned.take();
-        if let Some(slot) = abandoned {
+        if let Some((slot, owing)) = abandoned {
             let op = "the end of a dropped dispatch";
-            self.wait(op, &self.ep.peers, Phase::Done, deadline)?;
+            self.wait(op, self.ep.owing(owing), Phase::Done, deadline)?;
             self.flush(deadline)?;
             self.ep.slots.give_back(slot);
         }
@@ -113,8 +126,8 @@ impl LaneGuard {
                 continue;
             }
             let guard = Self { ep: ep.clone(), index };
-            let abandoned = guard.state().abandoned.is_some();
-            if abandoned && guard.ready(Phase::Done) {
+            let abandoned = guard.state().abandoned;
+            if abandoned.is_some_and(|(_, owing)| guard.ready_from(owing, Phase::Done)) {
                 // An error has been told to the group, where the caller finds it.
                 let _ = guard.finish_abandoned(ep.deadline());
             }
@@ -127,13 +140,13 @@ impl LaneGuard {
     }
 
     /// Leaves the peers' `Done` to the lane's next operation, with the slot it guards.
-    pub fn abandon(&self, slot: usize) {
-        self.state().abandoned = Some(slot);
+    pub fn abandon(&self, slot: usize, owing: Owing) {
+        self.state().abandoned = Some((slot, owing));
     }
 
     /// Sends this rank's announcement to every rank, itself included. Returns the operation's
     /// number on this lane.
-    pub fn announce(&self, header: Header, experts: &[u32], ranks: &[u32]) -> Result<u64> {
+    pub fn announce(&self, header: Header, counts: &Counts<'_>) -> Result<u64> {
         let ep = &*self.ep;
         let sequence = {
             let mut state = self.state();
@@ -146,10 +159,10 @@ impl LaneGuard {
         // SAFETY: an outbox and a mailbox are inside the window and hold a whole message; this
         // rank's outbox and its mailbox for itself are used by the lane's one operation only.
         unsafe {
-            notify::write(ep.local(outbox), &header, experts, ranks);
-            notify::write(ep.local(mailbox), &header, experts, ranks);
+            notify::write(ep.local(outbox), &header, counts);
+            notify::write(ep.local(mailbox), &header, counts);
         }
-        let bytes = notify::bytes(experts.len() + ranks.len());
+        let bytes = notify::bytes(counts.len());
         for &peer in &ep.peers {
             self.write_block(peer, outbox, mailbox, bytes)?;
             self.signal(peer, Phase::Posted)?;
@@ -255,7 +268,27 @@ impl LaneGuard {
 
     /// Whether every peer has raised `phase`.
     pub fn ready(&self, phase: Phase) -> bool {
-        self.ep.link.ready(&self.ep.peers, phase.flag(self.index))
+        self.ready_from(Owing::All, phase)
+    }
+
+    /// Whether all of these have raised `phase`.
+    pub fn ready_from(&self, owing: Owing, phase: Phase) -> bool {
+        self.ep.link.ready(self.ep.owing(owing), phase.flag(self.index))
+    }
+}
+
+impl Inner {
+    /// These peers.
+    pub fn owing(&self, owing: Owing) -> &[usize] {
+        match owing {
+            Owing::All => &self.peers,
+            Owing::Direct => &self.direct,
+        }
+    }
+
+    /// Who raises `Done` for a dispatch whose rows were sent, and forwarded where they are.
+    pub fn owing_rows(&self) -> Owing {
+        if self.across.hierarchical { Owing::Direct } else { Owing::All }
     }
 }
 

@@ -65,15 +65,19 @@ mod fold;
 mod gpu;
 mod handle;
 mod lane;
+mod layer;
+mod node;
 mod notify;
 mod payload;
 mod preflight;
 mod received;
 mod result;
+mod routing;
 pub mod sched;
 mod shape;
 mod slots;
 mod views;
+pub mod wire;
 
 pub use combine::{CombineError, CombineOpts, CombineSend, Combined, Precision, combine_all};
 pub use dispatch::{DispatchSend, dispatch_all};
@@ -99,6 +103,7 @@ pub use event::Event;
 #[cfg(feature = "cuda")]
 pub use gpu::Tuning;
 pub use handle::Handle;
+pub use node::Hierarchy;
 #[cfg(feature = "cuda")]
 pub use payload::{DeviceIds, IdKind};
 pub use payload::{DispatchOpts, Payload, Route};

@@ -7,13 +7,14 @@
 //!
 //! * [`Phase::Posted`]: the source's announcement is in this rank's mailbox. It is consumed before
 //!   this rank raises `Done`.
-//! * [`Phase::Done`]: the source has written all rows it owed this rank, and has read all rows and
-//!   the announcement it wanted from it.
+//! * [`Phase::Done`]: the source has written all rows it owed this rank (to a rank of another node,
+//!   where rows are forwarded inside nodes: its blocks), and has read all rows and the announcement
+//!   it wanted from it.
 //!
 //! A rank announces its next operation on a lane only after it has consumed `Done` from every peer,
 //! so an announcement never overwrites one that is still being read, and no flag is raised twice.
 
-use ep_kernels::{CountMatrix, KernelError};
+use ep_kernels::CountMatrix;
 
 use crate::shape::Resolved;
 use crate::{EpError, Result};
@@ -37,7 +38,7 @@ pub(crate) fn flags(lanes: usize) -> u32 {
 }
 
 /// The fixed part of an announcement. The counts of an uncached dispatch follow it: one u32 per
-/// physical expert, then one per rank.
+/// physical expert, then one per rank, then one per node where tokens cross nodes once.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Header {
@@ -77,8 +78,8 @@ const HEADER: usize = size_of::<Header>();
 const _: () = assert!(HEADER.is_multiple_of(8) && align_of::<Header>() == 8);
 
 /// Bytes of an announcement, a multiple of a cache line.
-pub(crate) fn message_bytes(physical: usize, world: usize) -> usize {
-    bytes(physical + world).next_multiple_of(64)
+pub(crate) fn message_bytes(physical: usize, world: usize, nodes: usize) -> usize {
+    bytes(physical + world + nodes).next_multiple_of(64)
 }
 
 /// Bytes of an announcement with so many counts.
@@ -95,17 +96,37 @@ fn op_name(op: u32) -> &'static str {
     }
 }
 
+/// How many of a rank's rows go where.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Counts<'a> {
+    /// Per physical expert.
+    pub expert: &'a [u32],
+    /// Per rank.
+    pub rank: &'a [u32],
+    /// Per other node, where tokens cross nodes once.
+    pub node: &'a [u32],
+}
+
+impl Counts<'_> {
+    /// How many counts these are.
+    pub fn len(&self) -> usize {
+        self.expert.len() + self.rank.len() + self.node.len()
+    }
+}
+
 /// Writes an announcement.
 ///
 /// # Safety
-/// `to` is aligned to 16 and writable for `message_bytes(experts.len(), ranks.len())`.
-pub(crate) unsafe fn write(to: *mut u8, header: &Header, experts: &[u32], ranks: &[u32]) {
+/// `to` is aligned to 16 and writable for `bytes(counts.len())`.
+pub(crate) unsafe fn write(to: *mut u8, header: &Header, counts: &Counts<'_>) {
     // SAFETY: by this function's contract.
     unsafe {
         to.cast::<Header>().write(*header);
-        let counts = to.add(HEADER).cast::<u32>();
-        counts.copy_from_nonoverlapping(experts.as_ptr(), experts.len());
-        counts.add(experts.len()).copy_from_nonoverlapping(ranks.as_ptr(), ranks.len());
+        let mut at = to.add(HEADER).cast::<u32>();
+        for counts in [counts.expert, counts.rank, counts.node] {
+            at.copy_from_nonoverlapping(counts.as_ptr(), counts.len());
+            at = at.add(counts.len());
+        }
     }
 }
 
@@ -118,20 +139,19 @@ pub(crate) unsafe fn read(from: *const u8) -> Header {
     unsafe { from.cast::<Header>().read() }
 }
 
-/// Adds the counts of the next source's announcement.
+/// The counts of an announcement in which there are so many of `nodes`.
 ///
 /// # Safety
-/// As [`read`]; the announcement is one of an uncached dispatch with OK status.
-pub(crate) unsafe fn add_counts(
-    from: *const u8,
-    shape: &Resolved,
-    into: &mut CountMatrix,
-) -> Result<(), KernelError> {
+/// As [`read`], while the result lives; the announcement is one of an uncached dispatch with OK
+/// status.
+pub(crate) unsafe fn counts<'a>(from: *const u8, shape: &Resolved, nodes: usize) -> Counts<'a> {
     let (physical, ranks) = (shape.placement.physical(), shape.world);
-    // SAFETY: by this function's contract; a message holds `physical + ranks` counts.
-    let counts = unsafe { std::slice::from_raw_parts(from.add(HEADER).cast(), physical + ranks) };
-    let (expert, rank) = counts.split_at(physical);
-    into.add(expert, rank)
+    let all = physical + ranks + nodes;
+    // SAFETY: by this function's contract; a message holds so many counts.
+    let counts = unsafe { std::slice::from_raw_parts(from.add(HEADER).cast(), all) };
+    let (expert, rest) = counts.split_at(physical);
+    let (rank, node) = rest.split_at(ranks);
+    Counts { expert, rank, node }
 }
 
 /// The verdict on the announcements of all ranks: the same on each of them.

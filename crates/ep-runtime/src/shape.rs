@@ -2,6 +2,7 @@
 
 use ep_kernels::{ExpertFormat, PayloadKind, Placement, RecordFormat, align_row, align16};
 
+use crate::node::Rails;
 use crate::notify;
 use crate::{EpError, Result};
 
@@ -39,6 +40,7 @@ pub struct MoeShape {
     pub(crate) max_rows: Option<usize>,
     pub(crate) max_expert_rows: Option<usize>,
     pub(crate) expert_alignment: Option<usize>,
+    pub(crate) max_forward_rows: Option<usize>,
     pub(crate) payloads: Vec<PayloadKind>,
     pub(crate) placement: Option<Placement>,
 }
@@ -55,6 +57,7 @@ impl MoeShape {
             max_rows: None,
             max_expert_rows: None,
             expert_alignment: None,
+            max_forward_rows: None,
             payloads: Vec::new(),
             placement: None,
         }
@@ -86,6 +89,14 @@ impl MoeShape {
         self
     }
 
+    /// With [`Hierarchy::Node`](crate::Hierarchy::Node), the rows of other nodes a rank can be given
+    /// to forward in one dispatch; by default the worst case, `max_tokens` of every rank that may
+    /// send it some. More are [`EpError::Capacity`] on every rank.
+    pub fn max_forward_rows(mut self, rows: usize) -> Self {
+        self.max_forward_rows = Some(rows);
+        self
+    }
+
     /// Adds a payload type that dispatch or combine carries. Without a call it is bf16 alone.
     pub fn payload(mut self, kind: PayloadKind) -> Self {
         if !self.payloads.contains(&kind) {
@@ -100,8 +111,14 @@ impl MoeShape {
         self
     }
 
-    /// What this layer takes on each of `world` ranks, and whether it can be built at all.
-    pub(crate) fn resolve(&self, world: usize, slots: usize, lanes: usize) -> Result<Resolved> {
+    /// What this layer takes on each of `world` ranks, and whether it can be built at all. `rails`
+    /// bounds what crosses nodes, where tokens do so once.
+    pub(crate) fn resolve(
+        &self,
+        world: usize,
+        (slots, lanes): (usize, usize),
+        rails: Option<Rails>,
+    ) -> Result<Resolved> {
         const OP: &str = "plan";
         let bad = |detail: String| Err(EpError::argument(OP, detail));
         if world == 0 {
@@ -137,6 +154,10 @@ impl MoeShape {
                 "{max_rows} rank-major and {max_expert_rows} expert-major rows per rank; row numbers are i32"
             ));
         }
+        let forward = |rails: Rails| {
+            let most = rails.sources.saturating_mul(self.max_tokens);
+            self.max_forward_rows.map_or(most, |rows| rows.min(most))
+        };
         let mut strides = Strides::default();
         let mut formats = Vec::new();
         for &kind in &payloads {
@@ -149,6 +170,8 @@ impl MoeShape {
             max_rows,
             max_expert_rows,
             expert_alignment: self.expert_alignment,
+            nodes: rails.map_or(0, |rails| rails.nodes),
+            max_forward_rows: rails.map_or(0, forward),
             payloads,
             formats,
             placement,
@@ -260,6 +283,9 @@ pub(crate) struct Resolved {
     pub max_rows: usize,
     pub max_expert_rows: usize,
     pub expert_alignment: Option<usize>,
+    /// The most nodes there may be, where tokens cross them once; else 0.
+    pub nodes: usize,
+    pub max_forward_rows: usize,
     pub payloads: Vec<PayloadKind>,
     formats: Vec<(RecordFormat, ExpertFormat)>,
     pub placement: Placement,
@@ -296,7 +322,7 @@ impl Resolved {
 
     /// The offsets of everything in a rank's window; the same on every rank.
     pub fn window(&self, bulk: bool) -> Result<Window> {
-        let message = notify::message_bytes(self.placement.physical(), self.world);
+        let message = notify::message_bytes(self.placement.physical(), self.world, self.nodes);
         let fan_out = self.topk.min(self.world);
         let rank_region = pages(mul(self.max_rows, self.strides.rank)?)?;
         let expert_region = pages(mul(self.max_expert_rows, self.strides.expert)?)?;
@@ -309,6 +335,7 @@ impl Resolved {
         };
         let (send, receive) =
             if bulk { (pages(home)?, pages(home.max(home_experts))?) } else { (0, 0) };
+        let forward = pages(mul(self.max_forward_rows, self.strides.rank)?)?;
         let mut window = Window {
             message,
             outboxes: 0,
@@ -319,6 +346,7 @@ impl Resolved {
             staging: 0,
             send,
             receive,
+            forward,
             world: self.world,
             bytes: 0,
         };
@@ -326,7 +354,8 @@ impl Resolved {
         let mailboxes = mul(mul(self.lanes, self.world)?, message)?;
         window.slots = pages(add(window.mailboxes, mailboxes)?)?;
         window.staging = add(mul(self.slots, window.slot)?, window.slots)?;
-        window.bytes = add(window.staging, mul(self.lanes, add(send, receive)?)?)?;
+        let staging = add(add(send, receive)?, forward)?;
+        window.bytes = add(window.staging, mul(self.lanes, staging)?)?;
         // A mapping's length is an isize.
         if window.bytes > isize::MAX as usize {
             return Err(too_large());
@@ -347,6 +376,7 @@ pub(crate) struct Window {
     staging: usize,
     send: usize,
     receive: usize,
+    forward: usize,
     world: usize,
     pub bytes: usize,
 }
@@ -380,12 +410,17 @@ impl Window {
 
     /// Where rows for bulk peers are packed.
     pub fn send_staging(&self, lane: usize) -> usize {
-        self.staging + lane * (self.send + self.receive)
+        self.staging + lane * (self.send + self.receive + self.forward)
     }
 
     /// Where bulk owners' blocks arrive at a home rank.
     pub fn receive_staging(&self, lane: usize) -> usize {
         self.send_staging(lane) + self.send
+    }
+
+    /// Where blocks of other nodes' ranks arrive at their rail.
+    pub fn forward_staging(&self, lane: usize) -> usize {
+        self.receive_staging(lane) + self.receive
     }
 }
 
@@ -407,6 +442,11 @@ pub struct Plan {
     pub message_bytes: usize,
     /// Bytes of staging for peers that are not mapped; 0 where all are.
     pub staging_bytes: usize,
+    /// Bytes of staging for rows of other nodes that this rank forwards; 0 unless
+    /// [`Hierarchy::Node`](crate::Hierarchy::Node).
+    pub forward_bytes: usize,
+    /// Rows of other nodes a rank can be given to forward in one dispatch.
+    pub max_forward_rows: usize,
     /// Rank-major rows a slot holds.
     pub max_rows: usize,
     /// Expert-major rows a slot holds, padding included; 0 unless asked for.
@@ -430,6 +470,8 @@ impl Plan {
             lanes: resolved.lanes,
             message_bytes: window.message,
             staging_bytes: resolved.lanes * (window.send + window.receive),
+            forward_bytes: resolved.lanes * window.forward,
+            max_forward_rows: resolved.max_forward_rows,
             max_rows: resolved.max_rows,
             max_expert_rows: resolved.max_expert_rows,
             flags: notify::flags(resolved.lanes),

@@ -6,10 +6,10 @@ mod common;
 use std::alloc::{GlobalAlloc, Layout as Memory, System};
 use std::sync::atomic::{AtomicIsize, AtomicUsize, Ordering};
 
-use common::eps;
+use common::{Nodes, eps};
 use ep_runtime::{
-    CombineOpts, Combined, DispatchOpts, EpBuilder, Ids, Layout, MoeShape, Payload, PayloadKind,
-    Precision, Queue, Route, Rows, RowsMut, ThreadTransport,
+    CombineOpts, Combined, DispatchOpts, EpBuilder, Hierarchy, Ids, Layout, MoeShape, Payload,
+    PayloadKind, Precision, Queue, Route, Rows, RowsMut,
 };
 
 struct Counting;
@@ -44,7 +44,7 @@ const MOST: usize = 24;
 /// One dropped dispatch, one dispatch, cached dispatch and combine each way, of a shape that depends on `i`.
 fn step(
     ep: &ep_runtime::Ep,
-    i: usize,
+    (i, per_node): (usize, bool),
     out: &mut [f32],
     rows: &[f32],
     ids: &[i64],
@@ -58,7 +58,11 @@ fn step(
         0 => Layout::RankMajor,
         _ => Layout::ExpertMajor { alignment: 4 },
     };
-    let precision = if i % 3 == 2 { Precision::Reduced } else { Precision::Exact };
+    let precision = match i % 6 {
+        2 | 5 => Precision::Reduced,
+        0 | 1 if per_node => Precision::NodeReduced,
+        _ => Precision::Exact,
+    };
     let opts =
         DispatchOpts { lane: i % 2, layout, capacity: i.is_multiple_of(4), ..Default::default() };
     let route = Route::Topk { ids, weights: None };
@@ -76,10 +80,15 @@ fn step(
 
 #[test]
 fn warm_calls_allocate_nothing() {
-    for bulk in [false, true] {
+    for nodes in [Nodes::Mapped, Nodes::Bulk, Nodes::Sizes(&[1, 2])] {
+        let hierarchy = match nodes {
+            Nodes::Sizes(_) => Hierarchy::Node,
+            _ => Hierarchy::Flat,
+        };
         let shape = MoeShape::new(HIDDEN, TOPK, EXPERTS).max_tokens(MOST).expert_major(4);
         let builder = EpBuilder::new(shape.payload(PayloadKind::F32))
-            .transport(ThreadTransport::new().bulk(bulk));
+            .transport(nodes.transport(3).unwrap_or_default())
+            .hierarchy(hierarchy);
         eps(3, &builder, |ep| {
             let rows = vec![1.5f32; MOST * HIDDEN];
             let mut ids = Vec::new();
@@ -88,7 +97,9 @@ fn warm_calls_allocate_nothing() {
             }
             let (mut out, mut home) = (vec![0.0; MOST * HIDDEN], vec![0.0; MOST * TOPK]);
             let mut go = |from: usize, to: usize| {
-                (from..to).for_each(|i| step(&ep, i, &mut out, &rows, &ids, &mut home));
+                (from..to).for_each(|i| {
+                    step(&ep, (i, hierarchy == Hierarchy::Node), &mut out, &rows, &ids, &mut home)
+                });
             };
             // All shapes on all of the pool's handles: shapes repeat after 300 steps.
             go(0, 1800);
@@ -98,7 +109,7 @@ fn warm_calls_allocate_nothing() {
             let now = (CALLS.load(Ordering::SeqCst), BYTES.load(Ordering::SeqCst));
             // No rank goes on to what may allocate before all have read.
             together(&ep);
-            assert_eq!(now.0 - calls, 0, "allocations in 600 warm steps (bulk: {bulk})");
+            assert_eq!(now.0 - calls, 0, "allocations in 600 warm steps ({nodes:?})");
             assert_eq!(now.1 - bytes, 0, "bytes");
             go(2400, 10_000);
             assert!(BYTES.load(Ordering::SeqCst) - bytes < 64 << 10, "growth over 10,000 steps");

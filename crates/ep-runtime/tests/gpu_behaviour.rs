@@ -403,7 +403,9 @@ fn shapes_of_training_with_biases_and_weights_home() {
                 weighted: mode != Mode::RankMajor,
                 biases,
                 capacity: biases == 1,
-                bulk: false,
+                nodes: common::Nodes::Mapped,
+                hierarchy: ep_runtime::Hierarchy::Flat,
+                node_reduced: false,
                 narrow_ids: biases == 2,
             };
             exercise::check(&spec.build(), how, seed, &gpus);

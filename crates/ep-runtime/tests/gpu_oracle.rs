@@ -4,6 +4,7 @@
 
 mod common;
 
+use common::Nodes;
 use common::exercise::{How, check};
 use common::gpu::Gpus;
 use ep_bench::oracle::{Float, JobSpec, Mode};
@@ -21,7 +22,9 @@ fn how(seed: u64) -> How {
         weighted: bit(0) && mode != Mode::RankMajor,
         biases: (seed % 3) as usize,
         capacity: bit(1),
-        bulk: false,
+        nodes: Nodes::Mapped,
+        hierarchy: ep_runtime::Hierarchy::Flat,
+        node_reduced: false,
         narrow_ids: bit(2),
     }
 }

@@ -9,9 +9,9 @@ use std::time::Duration;
 
 use common::exercise::{How, check};
 use common::ground::{Ground, Grounds, Hosts};
-use common::jobs;
+use common::{Nodes, jobs};
 use ep_bench::oracle::{Float, JobSpec, Mode};
-use ep_runtime::{EpBuilder, RdmaTransport};
+use ep_runtime::{EpBuilder, Hierarchy, RdmaTransport};
 
 /// Each rank is a node of its own.
 fn apart(builder: EpBuilder, rank: usize) -> EpBuilder {
@@ -48,7 +48,9 @@ fn random_jobs(seeds: std::ops::Range<u64>, over: fn(EpBuilder, usize) -> EpBuil
             weighted: bit(0) && mode != Mode::RankMajor,
             biases: (seed % 3) as usize,
             capacity: bit(1),
-            bulk: false,
+            nodes: Nodes::Mapped,
+            hierarchy: Hierarchy::Flat,
+            node_reduced: false,
             narrow_ids: bit(2),
         };
         check(&JobSpec::random(seed).build(), how, seed, &Verbs(over));

@@ -89,9 +89,23 @@ pub const MUTATIONS: &[Mutation] = &[
     Mutation {
         name: "skipped-done",
         file: "crates/ep-runtime/src/dispatch.rs",
-        find: "lane.wait(\"dispatch, rows\", &ep.peers, Phase::Done, deadline)?;",
+        find: "lane.wait(\"dispatch, rows\", ep.owing(ep.owing_rows()), Phase::Done, deadline)?;",
         replace: "lane.wait(\"dispatch, rows\", &[], Phase::Done, deadline)?;",
         test: Test::Plain(&["--package", "ep-runtime", "--test", "oracle", "fixed_cases"]),
+    },
+    Mutation {
+        name: "wrong-forward-staging",
+        file: "crates/ep-runtime/src/node/crossing.rs",
+        find: "self.to[node] = self.forwards[rail];",
+        replace: "self.to[node] = self.forwards[rail] * 0;",
+        test: Test::Plain(&["--package", "ep-runtime", "--test", "oracle", "nodes_equal"]),
+    },
+    Mutation {
+        name: "forwarded-before-it-came",
+        file: "crates/ep-runtime/src/node/forward.rs",
+        find: "lane.wait(\"dispatch, rows of other nodes\", &ep.bulk,",
+        replace: "lane.wait(\"dispatch, rows of other nodes\", &[],",
+        test: Test::Plain(&["--package", "ep-runtime", "--test", "oracle", "nodes_equal"]),
     },
     Mutation {
         name: "capacity-off-by-one",
@@ -116,7 +130,7 @@ pub const MUTATIONS: &[Mutation] = &[
     Mutation {
         name: "abandoned-flags-forgotten",
         file: "crates/ep-runtime/src/lane.rs",
-        find: "self.wait(op, &self.ep.peers, Phase::Done, deadline)?;\n            self.flush",
+        find: "self.wait(op, self.ep.owing(owing), Phase::Done, deadline)?;\n            self.flush",
         replace: "let _ = op;\n            self.flush",
         test: Test::Plain(&["--package", "ep-runtime", "--test", "behaviour", "dropped_halves"]),
     },

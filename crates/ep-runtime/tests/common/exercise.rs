@@ -1,13 +1,13 @@
 //! A job run through the library, on the host or on GPUs, compared with the oracle.
 
 use super::ground::{Ground, Grounds};
-use super::{Matrix, Tokens, builder, eps_of, float_kind};
+use super::{Matrix, Nodes, Tokens, builder, eps_of, float_kind, node_oracle};
 use ep_bench::oracle::{
     Combine, Float, Job, Mode, Oracle, WeightRows, compare_combined, random_rows,
 };
 use ep_runtime::{
-    CombineOpts, Combined, DispatchOpts, Dispatched, Ep, EpError, Layout, Precision, Received,
-    Route, Rows, SourceToken,
+    CombineOpts, Combined, DispatchOpts, Dispatched, Ep, EpError, Hierarchy, Layout, Precision,
+    Received, Route, Rows, SourceToken,
 };
 
 /// How a job is run.
@@ -18,7 +18,10 @@ pub struct How {
     pub weighted: bool,
     pub biases: usize,
     pub capacity: bool,
-    pub bulk: bool,
+    pub nodes: Nodes,
+    pub hierarchy: Hierarchy,
+    /// Combine by `Precision::NodeReduced`.
+    pub node_reduced: bool,
     pub narrow_ids: bool,
 }
 
@@ -41,6 +44,7 @@ impl How {
 
     fn combine(&self) -> CombineOpts {
         let precision = match self.mode {
+            _ if self.node_reduced => Precision::NodeReduced,
             Mode::ExpertReduced => Precision::Reduced,
             _ => Precision::Exact,
         };
@@ -214,13 +218,18 @@ pub fn check(job: &Job, how: How, seed: u64, grounds: &dyn Grounds) {
         outputs: &outputs.rows,
         biases: &outputs.biases,
     };
-    let expected = oracle.combine(&combine).expect("fitting outputs");
+    let expected = match how.node_reduced {
+        false => oracle.combine(&combine).expect("fitting outputs"),
+        true => node_oracle::combine(&oracle, &combine, &how.nodes.of(job.ranks)),
+    };
     let carried = match how.mode {
         Mode::RankMajor => WeightRows::RankMajor(&outputs.weights),
         _ => WeightRows::ExpertMajor(&outputs.weights),
     };
     let weights = oracle.combine_weights(carried).expect("fitting weights");
-    let builder = |rank| grounds.place(rank, job.ranks, builder(job, how.float, how.bulk));
+    let builder = |rank| {
+        grounds.place(rank, job.ranks, builder(job, how.float, how.nodes).hierarchy(how.hierarchy))
+    };
     let got = eps_of(job.ranks, &builder, |ep| {
         let ground = grounds.ground(ep.rank(), job.ranks);
         run_rank(&ep, &*ground, &oracle, how, &outputs).expect("dispatch and combine")

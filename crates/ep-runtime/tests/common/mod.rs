@@ -8,6 +8,7 @@ pub mod gpu;
 pub mod gpu_small;
 pub mod ground;
 pub mod jobs;
+pub mod node_oracle;
 pub mod small;
 
 use ep_bench::oracle::{self, Float, Job, Payload as Kind};
@@ -62,7 +63,7 @@ pub fn float_kind(float: Float) -> PayloadKind {
 }
 
 /// The builder of what a job needs, with combine in `float`.
-pub fn builder(job: &Job, float: Float, bulk: bool) -> EpBuilder {
+pub fn builder(job: &Job, float: Float, nodes: Nodes) -> EpBuilder {
     let most = job.inputs.iter().map(|i| i.tokens).max().unwrap_or(0);
     let mut shape = MoeShape::new(job.hidden, job.topk, job.experts)
         .max_tokens(most)
@@ -73,7 +74,57 @@ pub fn builder(job: &Job, float: Float, bulk: bool) -> EpBuilder {
         shape = shape.placement(Placement::explicit(job.ranks, holders).expect("a placement"));
     }
     let builder = EpBuilder::new(shape).slots(2);
-    if bulk { builder.transport(ThreadTransport::new().bulk(true)) } else { builder }
+    match nodes.transport(job.ranks) {
+        Some(transport) => builder.transport(transport),
+        None => builder,
+    }
+}
+
+/// Which ranks map each other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Nodes {
+    /// All, by the transport that the library picks.
+    Mapped,
+    /// None.
+    Bulk,
+    /// Consecutive ranks in nodes of these sizes.
+    Sizes(&'static [usize]),
+    /// A node starts at every rank whose bit is set.
+    Cut(u64),
+}
+
+impl Nodes {
+    pub fn sizes(self, ranks: usize) -> Vec<usize> {
+        match self {
+            Self::Mapped => vec![ranks],
+            Self::Bulk => vec![1; ranks],
+            Self::Sizes(sizes) => sizes.to_vec(),
+            Self::Cut(bits) => {
+                let mut sizes: Vec<usize> = Vec::new();
+                for rank in 0..ranks {
+                    match sizes.last_mut() {
+                        Some(last) if bits >> (rank % 64) & 1 == 0 => *last += 1,
+                        _ => sizes.push(1),
+                    }
+                }
+                sizes
+            }
+        }
+    }
+
+    /// The node of every rank.
+    pub fn of(self, ranks: usize) -> Vec<usize> {
+        let sizes = self.sizes(ranks).into_iter().enumerate();
+        sizes.flat_map(|(node, size)| vec![node; size]).collect()
+    }
+
+    pub fn transport(self, ranks: usize) -> Option<ThreadTransport> {
+        match self {
+            Self::Mapped => None,
+            Self::Bulk => Some(ThreadTransport::new().bulk(true)),
+            _ => Some(ThreadTransport::new().nodes(&self.sizes(ranks))),
+        }
+    }
 }
 
 /// Aligned rows, dense.

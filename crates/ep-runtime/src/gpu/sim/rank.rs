@@ -20,6 +20,7 @@ use crate::ep::Inner;
 use crate::gpu::build::{Parts, Sizes};
 use crate::gpu::machine::{Machine, Point};
 use crate::gpu::{Gpu, Tuning};
+use crate::node::{Across, Hierarchy, Nodes};
 use crate::{Ep, MoeShape};
 
 type Driver<T> = Result<T, CudaError>;
@@ -238,7 +239,8 @@ impl Layer {
         let limit = Duration::from_secs(30);
         let (rank, world) = (group.rank(), group.world());
         let gpu = |rank: usize| rank % self.gpus;
-        let shape = self.shape.resolve(world, self.slots, self.lanes).expect("a valid shape");
+        let sizes = (self.slots, self.lanes);
+        let shape = self.shape.resolve(world, sizes, None).expect("a valid shape");
         let window = shape.window(false).expect("a window");
         let flags = crate::notify::flags(self.lanes);
         let words = Pacing::bytes(flags, world).next_multiple_of(4096);
@@ -256,7 +258,8 @@ impl Layer {
         let group = group.clone();
         let link = SimulatedLink { shared: shared.clone(), group, spec, ordinal, pacing };
         let (side, group) = (link.stream_side().expect("just said"), link.group.clone());
-        let mut inner = Inner::new(group, Arc::new(link), shape, window, limit);
+        let across = Across::new(Nodes::new(&vec![0; world]), Hierarchy::Flat, rank);
+        let mut inner = Inner::new(group, (Arc::new(link), across), shape, window, limit);
         let sizes = Sizes::new(&inner.shape, 16, self.sms);
         let mut properties = DeviceProperties::h200();
         properties.ordinal = ordinal;
