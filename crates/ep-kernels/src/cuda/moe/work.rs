@@ -133,3 +133,35 @@ fn find(source: &KernelSource, name: &str) -> Result<&'static str, CudaError> {
         None => invalid("move plan", format!("there is no kernel {name}")),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::move_plan::{ROW_STAGES, SUM_SHAPES, UNROLLS};
+    use super::*;
+
+    /// Every kernel that moves rows is launched by some plan, and every plan has its kernel.
+    #[test]
+    fn plans_and_kernels_match() {
+        let unrolls = UNROLLS.map(|unroll| CopyPath::LdSt { unroll });
+        let stages = ROW_STAGES.map(|stages| CopyPath::Tma { stages, chunk: 4096 });
+        let shapes = SUM_SHAPES.map(|(v, stages)| CopyPath::Tma { stages, chunk: 512 * v });
+        let rows: Vec<_> = stages.into_iter().chain(unrolls).collect();
+        let sums: Vec<_> = shapes.into_iter().chain(unrolls).collect();
+        for (source, movers) in [
+            (&ROWS, vec![("moe_dispatch", &rows), ("moe_expand", &rows)]),
+            (&SUMS, vec![("moe_sum", &sums)]),
+        ] {
+            let mut found: Vec<_> = movers
+                .iter()
+                .flat_map(|(prefix, paths)| paths.iter().map(|path| named(source, prefix, *path)))
+                .collect::<Result<_, _>>()
+                .unwrap();
+            let mut all = source.kernels.to_vec();
+            found.sort_unstable();
+            all.sort_unstable();
+            assert_eq!(found, all);
+        }
+        let missing = CopyPath::LdSt { unroll: 3 };
+        assert!(named(&ROWS, "moe_dispatch", missing).is_err());
+    }
+}
