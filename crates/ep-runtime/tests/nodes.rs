@@ -10,7 +10,7 @@ use common::small::{
 use common::{eps, ranks};
 use ep_runtime::{
     CombineOpts, Combined, DispatchOpts, Ep, EpBuilder, EpError, ErrorKind, Hierarchy, Layout,
-    Precision, Queue, RowsMut, ThreadTransport, combine_all, dispatch_all,
+    Precision, ProcessTransport, Queue, RowsMut, ThreadTransport, combine_all, dispatch_all,
 };
 
 const SIZES: [&[usize]; 5] = [&[2, 2], &[1, 3], &[3, 1], &[1, 2, 1], &[4]];
@@ -242,6 +242,21 @@ fn in_one_node_sums_per_node_are_exact() {
             let exact = combine(dispatch(&ep, &tokens, &opts).unwrap(), &CombineOpts::default());
             let reduced = combine(dispatch(&ep, &tokens, &opts).unwrap(), &node_reduced());
             assert_eq!(exact.unwrap(), reduced.unwrap());
+        }
+    });
+}
+
+/// Windows that are shared as those of processes are.
+#[test]
+fn memory_files_have_nodes_too() {
+    let transport = ProcessTransport::new().nodes(&[3, 1]);
+    eps(4, &builder().transport(transport).hierarchy(Hierarchy::Node), |ep| {
+        round_trip(&ep);
+        let tokens = Tokens::new(ep.rank(), 5);
+        let out = combine(dispatch(&ep, &tokens, &opts(1)).unwrap(), &node_reduced()).unwrap();
+        for t in 0..5 {
+            let copies = (0..4).filter(|&r| went_to(&ep, &tokens, t, r)).count();
+            assert_eq!(out[t * HIDDEN], tokens.rows[t * HIDDEN] * copies as f32);
         }
     });
 }

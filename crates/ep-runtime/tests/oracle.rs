@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use common::Nodes;
 use common::exercise::{How, check};
 use common::ground::Hosts;
-use ep_bench::oracle::{Float, JobSpec, Mode, job_specs};
+use ep_bench::oracle::{Float, JobSpec, Mode, Payload, PlacementSpec, Routing, job_specs};
 use ep_runtime::Hierarchy;
 use proptest::prelude::*;
 
@@ -117,3 +117,38 @@ fn nodes_equal_the_oracle() {
 /// Node sizes, and how many random jobs.
 const ARRANGEMENTS: [(&[usize], u64); 5] =
     [(&[2, 2], 30), (&[4, 4], 20), (&[2, 2, 2, 2], 20), (&[1, 3], 30), (&[1, 2, 3], 30)];
+
+/// Rows so large that the blocks between nodes travel in several writes.
+#[test]
+fn large_blocks_equal_the_oracle() {
+    for (seed, mode) in [(1, Mode::RankMajor), (2, Mode::ExpertExact), (3, Mode::ExpertExact)] {
+        let spec = JobSpec {
+            ranks: 4,
+            experts: 8,
+            topk: 3,
+            units: 512,
+            payload: Payload::F32,
+            placement: PlacementSpec::Contiguous,
+            physical_ids: false,
+            alignment: 4,
+            tokens: vec![37, 40, 0, 31],
+            masked_percent: 10,
+            routing: Routing::Uniform,
+            weights: true,
+            seed,
+        };
+        let how = How {
+            mode,
+            float: Float::F32,
+            weighted: mode != Mode::RankMajor,
+            biases: 1,
+            capacity: false,
+            nodes: Nodes::Sizes(if seed == 3 { &[1, 3] } else { &[2, 2] }),
+            hierarchy: Hierarchy::Node,
+            node_reduced: true,
+            narrow_ids: false,
+        };
+        check(&spec.build(), how, seed, &Hosts);
+        check(&spec.build(), How { node_reduced: false, ..how }, seed, &Hosts);
+    }
+}

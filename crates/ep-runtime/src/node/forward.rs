@@ -125,3 +125,19 @@ fn block_at(lane: &LaneGuard, incoming: &Incoming, stride: usize) -> *mut u8 {
     let ep = &*lane.ep;
     ep.local(ep.window.forward_staging(lane.index) + incoming.first * stride)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn large_blocks_travel_in_several_writes_and_small_ones_in_one() {
+        let writes = |rows: usize, stride| rows.div_ceil(chunk_rows(rows, stride));
+        assert_eq!((writes(8192, 14_592), writes(37, 16_512)), (8, 8));
+        // Four of the smallest.
+        assert_eq!(writes(4 * CHUNK_BYTES / 1024, 1024), 4);
+        assert_eq!((writes(1, 128), writes(0, 128), writes(20, 640)), (1, 0, 1));
+        // Rows that are larger than a write.
+        assert_eq!(writes(5, 2 * CHUNK_BYTES), 5);
+    }
+}
