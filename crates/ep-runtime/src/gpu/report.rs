@@ -50,7 +50,7 @@ impl Gpu {
             seen
         };
         if seen == ticket.number() {
-            // SAFETY: as above.
+            // SAFETY: page-locked memory of this layer, aligned; whole, since the ticket was seen.
             return Some(unsafe { at.read_volatile() });
         }
         let later = seen > ticket.number() && ticket != Ticket::CAPTURED;

@@ -118,7 +118,7 @@ fn round(
         _ => Payload::new(rows(at(1), row, DType::Bf16)),
     };
     let payload = payload.unwrap();
-    // SAFETY: as above.
+    // SAFETY: whatever uses the addresses is simulated.
     let ids = unsafe { DeviceIds::from_raw(0, at(3), case.tokens * case.topk, IdKind::I64) };
     let route = Route::Device { ids, weights: None };
     let opts = DispatchOpts { layout, capacity: true, ..DispatchOpts::default() };
@@ -130,7 +130,7 @@ fn round(
     for result in &mut results {
         result.rows_mut(PayloadKind::Bf16).unwrap();
     }
-    // SAFETY: as above.
+    // SAFETY: whatever uses the addresses is simulated.
     let out =
         || unsafe { RowsMut::from_device(0, at(4), case.tokens, bytes, bytes, DType::Bf16).into() };
     let calls = results.into_iter().map(|result| (result, out())).collect();
