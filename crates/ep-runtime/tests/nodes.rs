@@ -260,3 +260,11 @@ fn memory_files_have_nodes_too() {
         }
     });
 }
+
+/// Without a GPU too: it is known before one is looked for.
+#[cfg(feature = "cuda")]
+#[test]
+fn gpus_refuse_it_so_far() {
+    let gpu = builder().place(ep_runtime::Place::Cuda(0)).hierarchy(Hierarchy::Node);
+    assert_argument(gpu.plan(2), "Hierarchy::Node is not there for GPUs yet");
+}
