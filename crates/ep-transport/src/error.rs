@@ -153,6 +153,12 @@ fn from(ranks: &[usize]) -> String {
     format!(" from rank {}", ranks.join(", "))
 }
 
+/// Whether a NIC's status (`ibv_wc_status`) blames the request and not the peer: errors of length, of
+/// the local queue pair or context, and of local memory.
+fn is_local(status: i32) -> bool {
+    (1..=4).contains(&status)
+}
+
 impl TransportError {
     /// What kind of error this is.
     pub fn kind(&self) -> ErrorKind {
@@ -164,6 +170,7 @@ impl TransportError {
             Self::Aborted { .. } => ErrorKind::Aborted,
             Self::Rendezvous { .. } | Self::Os { .. } => ErrorKind::Os,
             Self::Device { .. } => ErrorKind::Device,
+            Self::Completion { status, .. } if is_local(*status) => ErrorKind::Device,
             Self::Completion { .. } => ErrorKind::PeerLost,
             Self::Unsupported { .. } => ErrorKind::Unsupported,
         }
@@ -174,7 +181,9 @@ impl TransportError {
         match self {
             Self::Mismatch { ranks, .. } => ranks.first().copied(),
             Self::Timeout { peers, .. } => peers.first().copied(),
-            Self::PeerLost { peer, .. } | Self::Completion { peer, .. } => Some(*peer),
+            Self::PeerLost { peer, .. } => Some(*peer),
+            Self::Completion { status, .. } if is_local(*status) => None,
+            Self::Completion { peer, .. } => Some(*peer),
             Self::Aborted { by, blames, .. } => Some(blames.unwrap_or(*by)),
             Self::Rendezvous { peer, .. } | Self::Os { peer, .. } => *peer,
             Self::Argument { .. } | Self::Device { .. } | Self::Unsupported { .. } => None,

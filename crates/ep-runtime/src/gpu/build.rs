@@ -261,7 +261,8 @@ impl Gpu {
             .ok_or_else(|| unfit("the transport cannot signal and wait on streams".into()))?;
         let sizes = Sizes::new(shape, handles, sms);
         let (_, greatest) = device.priorities()?;
-        let copies = reserved.stream(greatest)?;
+        // What the host waits for is no part of communication, so not of its partition.
+        let copies = device.stream(greatest)?;
         let memory = DeviceMemory::zeroed(&copies, sizes.device, SETUP)?;
         let pinned = MappedHost::<u8>::zeroed(&device, sizes.pinned)?;
         fill_tables(&memory, &copies, &sizes, &shape.placement, windows)?;
@@ -271,6 +272,11 @@ impl Gpu {
             reserved.stream(greatest)
         };
         let streams = (0..sizes.lanes).map(lane).collect::<Result<Vec<_>, _>>()?;
+        // A partition loads kernels for itself; behind a pending wait that might never end.
+        if let Some(stream) = streams.first() {
+            layout.prepare(stream)?;
+            moves.prepare(stream)?;
+        }
         let raw = streams.iter().map(Stream::raw).collect();
         let addresses = (memory.address(), pinned.device_address());
         let events = EventPool::new(&device, EVENTS, false)?;

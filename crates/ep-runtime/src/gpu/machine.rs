@@ -223,6 +223,8 @@ impl Drop for Driven {
             if let Some(pinned) = self.pinned.take() {
                 pinned.leak();
             }
+            // So are the streams, whose partition goes with the last of them.
+            std::mem::take(&mut self.streams).into_iter().for_each(std::mem::forget);
         }
     }
 }

@@ -82,11 +82,13 @@ impl CudaSms {
         // SAFETY: both streams are live.
         let ordered = unsafe {
             let there = events.record(outside.raw()).and_then(|e| e.order(stream.raw()));
-            there.and_then(|()| events.record(stream.raw())?.order(outside.raw()))
+            let back = there.and_then(|()| events.record(stream.raw())?.order(outside.raw()));
+            // Callers' queues are checked in this way.
+            back.and_then(|()| self.device.check_stream("build", stream.raw()))
         };
         ordered.map_err(|e| CudaError::Unsupported {
             operation: NO_PARTITIONS,
-            reason: format!("streams of a partition are not ordered with others: {e}"),
+            reason: format!("streams of a partition do not work with others: {e}"),
         })
     }
 

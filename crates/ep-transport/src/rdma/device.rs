@@ -65,8 +65,8 @@ pub(super) trait Device: Send {
     /// Makes room for one more immediate from `peer` on that queue pair.
     fn receive(&mut self, peer: usize, pair: usize) -> Result<()>;
 
-    /// Adds what has been completed since to `into`.
-    fn poll(&mut self, into: &mut Vec<Completion>) -> Result<()>;
+    /// Adds what has been completed since to `into`; whether that was all there is.
+    fn poll(&mut self, into: &mut Vec<Completion>) -> Result<bool>;
 
     /// Sleeps until there may be something to poll, `bell` can be read or the time has passed.
     /// There may have been something before it was called: [`Device::arm`] comes first.

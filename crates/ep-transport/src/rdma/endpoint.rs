@@ -117,7 +117,12 @@ impl Endpoint {
         })
     }
 
-    pub(super) fn card(&self) -> Card {
+    /// The largest packet this side takes, in bytes.
+    fn mtu(&self, options: &Options) -> u32 {
+        (128u32 << self.port.active_mtu.clamp(1, 5)).min(options.mtu.unwrap_or(4096))
+    }
+
+    pub(super) fn card(&self, options: &Options) -> Card {
         let infiniband = u32::from(self.port.link_layer) == ffi::IBV_LINK_LAYER_INFINIBAND;
         Card {
             device: self.chosen.device.clone(),
@@ -125,7 +130,7 @@ impl Endpoint {
             gid: self.gid,
             family: self.chosen.gid.map(|(_, family)| family as u8),
             infiniband,
-            mtu: 128 << self.port.active_mtu,
+            mtu: self.mtu(options),
             base: self.base,
             key: self.memory.remote_key(),
             pairs: self.pairs.iter().map(|p| p.iter().map(Pair::number).collect()).collect(),
@@ -150,7 +155,7 @@ impl Endpoint {
                 mine.len()
             ));
         }
-        let own = self.card();
+        let own = self.card(options);
         if (own.infiniband, own.family) != (card.infiniband, card.family) {
             return unfit(format!(
                 "{} here is {}, {} of rank {peer} is {}: choose GIDs of one kind",
@@ -198,7 +203,8 @@ impl Endpoint {
         options: &Options,
     ) -> Result<()> {
         use ffi::ibv_qp_attr_mask as Mask;
-        let mtu = (128u32 << self.port.active_mtu).min(card.mtu).min(options.mtu.unwrap_or(4096));
+        // The same on both sides, as each tells its own.
+        let mtu = self.mtu(options).min(card.mtu).max(256);
         let mut attr = ffi::ibv_qp_attr {
             qp_state: ffi::ibv_qp_state::IBV_QPS_RTR,
             path_mtu: mtu.ilog2() - 7,
@@ -267,7 +273,7 @@ impl Device for Endpoint {
         self.pairs[peer][pair].post_receive(Id { kind: Kind::Receive, peer, pair }.encode())
     }
 
-    fn poll(&mut self, into: &mut Vec<Completion>) -> Result<()> {
+    fn poll(&mut self, into: &mut Vec<Completion>) -> Result<bool> {
         let count = self.completions.poll(&mut self.taken)?;
         for done in &self.taken[..count] {
             let id = Id::decode(done.wr_id());
@@ -286,7 +292,7 @@ impl Device for Endpoint {
                 None => Completion::Written(id),
             });
         }
-        Ok(())
+        Ok(count < self.taken.len())
     }
 
     fn sleep(&mut self, bell: BorrowedFd<'_>, bound: Duration) -> Result<()> {

@@ -20,8 +20,8 @@ const ROOM: usize = 2 * RECORDS;
 const TELL: usize = ROOM + LINE;
 /// Bytes for one (peer, NIC).
 pub(super) const BLOCK: usize = TELL + LINE;
-/// Bytes of a [`Credit`] on its way.
-pub(super) const CREDIT: usize = 8;
+/// Bytes of a [`Credit`] on its way, with a word that says whether its sender has closed the link.
+pub(super) const CREDIT: usize = 12;
 
 /// Where things are in a region, the same on every rank.
 #[derive(Clone, Copy, Debug)]
@@ -102,9 +102,15 @@ impl Words {
         Credit { immediates, epochs }
     }
 
-    pub(super) fn set_credit(&self, at: usize, credit: Credit) {
+    /// Whether who wrote the credit there has closed its link.
+    pub(super) fn closed(&self, at: usize) -> bool {
+        self.word(at + 8).load(Ordering::Acquire) != 0
+    }
+
+    pub(super) fn set_credit(&self, at: usize, credit: Credit, closed: bool) {
         self.word(at).store(credit.immediates, Ordering::Relaxed);
         self.word(at + 4).store(credit.epochs, Ordering::Relaxed);
+        self.word(at + 8).store(closed.into(), Ordering::Relaxed);
     }
 
     /// The address of a byte, as the device is told it.

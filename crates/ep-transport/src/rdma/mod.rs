@@ -160,7 +160,7 @@ impl RdmaTransport {
             let own = regions[group.rank()].clone().expect("a rank has a window");
             Ok((regions, self.prepare(group, &nodes, &own)?))
         });
-        let card = |endpoint: &(Endpoint, Vec<u32>)| endpoint.0.card();
+        let card = |endpoint: &(Endpoint, Vec<u32>)| endpoint.0.card(&self.options);
         let cards = |(_, endpoints): &(_, Vec<_>)| -> Vec<u8> {
             let cards: Vec<Card> = endpoints.iter().map(card).collect();
             postcard::to_stdvec(&cards).expect("plain data")
@@ -222,7 +222,16 @@ impl RdmaTransport {
 #[derive(Serialize, Deserialize)]
 enum Told {
     Done(Vec<u8>),
-    Failed(i32, String),
+    Failed(Problem),
+}
+
+/// What the others need to make the same kind of error of a rank's.
+#[derive(Serialize, Deserialize)]
+struct Problem {
+    /// It only cannot take part; the group is as good as before.
+    unable: bool,
+    code: i32,
+    why: String,
 }
 
 /// Ends a step that every rank does by itself: all get what all made of it, or all fail.
@@ -234,10 +243,7 @@ fn together<T>(
 ) -> Result<(T, Vec<Vec<u8>>)> {
     let told = match &own {
         Ok(value) => Told::Done(tell(value)),
-        Err(error) => {
-            let (code, why) = problem(error);
-            Told::Failed(code, why)
-        }
+        Err(error) => Told::Failed(problem(error)),
     };
     let told = postcard::to_stdvec(&told).expect("plain data");
     let all = group.all_gather_within(OP, &told, deadline)?;
@@ -246,24 +252,25 @@ fn together<T>(
     for (rank, bytes) in all.iter().enumerate() {
         match postcard::from_bytes(bytes) {
             Ok(Told::Done(value)) => values.push(value),
-            Ok(Told::Failed(code, why)) => return Err(theirs(rank, (code, why))),
+            Ok(Told::Failed(problem)) => return Err(theirs(rank, problem)),
             Err(_) => return Err(unreadable(rank)),
         }
     }
     Ok((own, values))
 }
 
-/// What the others need to make the same error of it.
-fn problem(error: &TransportError) -> (i32, String) {
-    // Zero says that all is well, so an error without a number gets one.
-    let code = error.code().filter(|&code| code != 0).unwrap_or(libc::EIO);
-    (code, error.to_string())
+fn problem(error: &TransportError) -> Problem {
+    let code = error.code().unwrap_or(libc::EIO);
+    Problem { unable: error.group_usable(), code, why: error.to_string() }
 }
 
 /// The error of `rank`, as the others have it.
-fn theirs(rank: usize, (code, why): (i32, String)) -> TransportError {
+fn theirs(rank: usize, Problem { unable, code, why }: Problem) -> TransportError {
     let detail = format!("rank {rank} cannot take part: {why}");
-    TransportError::Os { op: OP, peer: Some(rank), code, detail }
+    match unable {
+        true => TransportError::Unsupported { op: OP, detail },
+        false => TransportError::Os { op: OP, peer: Some(rank), code, detail },
+    }
 }
 
 fn unreadable(rank: usize) -> TransportError {

@@ -4,6 +4,7 @@
 //! waits on its flags or for a ticket; both are written here.
 
 use std::os::fd::{AsFd, OwnedFd};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -26,6 +27,9 @@ const SPIN: Duration = Duration::from_micros(20);
 const SLICE: Duration = Duration::from_millis(50);
 /// Credit comes as a plain write, which wakes nobody: who waits for it looks this often.
 const STARVED: Duration = Duration::from_millis(1);
+/// The status of what was flushed because something before it failed.
+const FLUSHED: i32 = 5;
+const OP: &str = "rdma";
 /// How long a failed write waits for the news that its peer has left in good order.
 const NEWS: Duration = Duration::from_millis(300);
 
@@ -38,6 +42,9 @@ struct Remote {
     /// What the peer was told last, and whether that is under way.
     told: Credit,
     telling: bool,
+    /// A queue pair failed; nothing more is posted while it is decided what that means.
+    broken: bool,
+    /// Nothing more is sent to it: it has closed its link, left, or failed.
     gone: bool,
 }
 
@@ -65,6 +72,10 @@ pub(super) struct Proxy<D> {
     tickets: Tickets,
     in_flight: usize,
     completions: Vec<Completion>,
+    /// The last look at the NIC took all there was.
+    drained: bool,
+    /// Peers have been told that the link is closed.
+    closing: bool,
     /// Where the round of peers starts.
     first: usize,
     /// Failures whose peers may turn out to have left: peer, error, and until when.
@@ -89,6 +100,7 @@ impl<D: Device> Proxy<D> {
                 consumed: 0,
                 told: Credit::default(),
                 telling: false,
+                broken: false,
                 gone: false,
             });
         }
@@ -102,6 +114,8 @@ impl<D: Device> Proxy<D> {
             tickets: Tickets::default(),
             in_flight: 0,
             completions: Vec::with_capacity(BURST),
+            drained: false,
+            closing: false,
             first: 0,
             doubtful: Vec::new(),
         }
@@ -109,7 +123,13 @@ impl<D: Device> Proxy<D> {
 
     /// Works until the link is dropped and everything it was told is done.
     pub(super) fn run(mut self) {
-        if let Err(error) = self.work() {
+        // Whoever waits on this rank has to hear of a proxy that ends, however it does.
+        let worked = catch_unwind(AssertUnwindSafe(|| self.work()));
+        let panicked = |_| {
+            let detail = "the proxy of a NIC panicked".into();
+            Err(TransportError::Device { op: OP, call: "proxy", code: libc::EIO, detail })
+        };
+        if let Err(error) = worked.unwrap_or_else(panicked) {
             self.shared.fail_all(&error);
         }
         self.shared.retire(self.setup.nic, u64::MAX);
@@ -124,12 +144,17 @@ impl<D: Device> Proxy<D> {
             busy |= self.post()?;
             self.tell()?;
             self.judge();
-            self.shared.passed(self.setup.nic);
+            if self.drained {
+                self.shared.passed(self.setup.nic);
+            }
             self.shared.retire(self.setup.nic, self.tickets.retire());
             if self.shared.stopping() {
                 let deadline = *ending.get_or_insert_with(|| Deadline::after(self.setup.drain));
                 let done = self.tickets.is_empty() && self.commands.is_empty();
-                if done || deadline.expired() {
+                if (done && self.close()?) || deadline.expired() {
+                    if !done {
+                        tracing::warn!("a link is dropped before everything was sent");
+                    }
                     return Ok(());
                 }
             }
@@ -183,7 +208,7 @@ impl<D: Device> Proxy<D> {
                     self.first = peer;
                     return Ok(posted);
                 }
-                let Some(remote) = self.remotes[peer].as_mut() else { break };
+                let Some(remote) = self.remotes[peer].as_mut().filter(|r| !r.broken) else { break };
                 if remote.sender.starved() {
                     let at = self.shared.layout.credit_in(peer, self.setup.nic);
                     remote.sender.credit(self.shared.words.credit(at));
@@ -260,7 +285,8 @@ impl<D: Device> Proxy<D> {
             }
         }
         self.completions = completions;
-        polled.map(|()| any)
+        self.drained = polled?;
+        Ok(any)
     }
 
     fn written(&mut self, id: Id) {
@@ -276,10 +302,12 @@ impl<D: Device> Proxy<D> {
     }
 
     fn arrived(&mut self, id: Id, immediate: Option<u32>) -> Result<()> {
-        self.device.receive(id.peer, id.pair)?;
-        let Some(remote) = self.remotes[id.peer].as_mut().filter(|r| !r.gone) else {
-            return Ok(());
-        };
+        // What a peer said before it left counts.
+        let Some(remote) = self.remotes[id.peer].as_mut() else { return Ok(()) };
+        let room = self.device.receive(id.peer, id.pair);
+        if !remote.broken {
+            room?;
+        }
         remote.consumed = remote.consumed.wrapping_add(1);
         let counted =
             immediate.and_then(Immediate::decode).ok_or_else(|| "no immediate".to_owned());
@@ -315,24 +343,59 @@ impl<D: Device> Proxy<D> {
             let now = Credit { immediates: remote.consumed, epochs: remote.arrivals.complete() };
             let news = now.immediates.wrapping_sub(remote.told.immediates) >= (depth / 4).max(1)
                 || now.epochs.wrapping_sub(remote.told.epochs) >= super::arrivals::WINDOW / 4;
-            if !news || remote.telling || remote.gone {
+            if !news || remote.telling || remote.gone || remote.broken {
                 continue;
             }
             (remote.told, remote.telling) = (now, true);
-            let (shared, nic) = (&self.shared, self.setup.nic);
-            let from = shared.layout.credit_out(peer, nic);
-            shared.words.set_credit(from, now);
-            let to = shared.layout.credit_in(shared.rank(), nic);
-            let id = Id { kind: Kind::Tell, peer, pair: 0 };
-            self.write(id, (from, to, CREDIT), None, true)?;
+            self.tell_peer(peer, now, false)?;
         }
         Ok(())
+    }
+
+    fn tell_peer(&mut self, peer: usize, credit: Credit, closed: bool) -> Result<()> {
+        let (shared, nic) = (&self.shared, self.setup.nic);
+        let from = shared.layout.credit_out(peer, nic);
+        shared.words.set_credit(from, credit, closed);
+        let to = shared.layout.credit_in(shared.rank(), nic);
+        let id = Id { kind: Kind::Tell, peer, pair: 0 };
+        self.write(id, (from, to, CREDIT), None, true)
+    }
+
+    /// Tells peers that nobody answers here any more, so that what they send yet is no failure;
+    /// whether all know. Those that have closed, left or failed need not.
+    fn close(&mut self) -> Result<bool> {
+        let telling = |proxy: &Self, peer: usize| {
+            let over = proxy.shared.closed(peer, proxy.setup.nic) || proxy.shared.is_lost(peer);
+            let remote = proxy.remotes[peer].as_ref();
+            remote.filter(|r| !over && !r.gone && !r.broken).map(|remote| remote.telling)
+        };
+        let peers = 0..self.remotes.len();
+        if peers.clone().any(|peer| telling(self, peer) == Some(true)) {
+            // The last news are under way, be it credit or the end.
+            return Ok(false);
+        }
+        if self.closing {
+            return Ok(true);
+        }
+        self.closing = true;
+        for peer in peers {
+            if telling(self, peer).is_none() {
+                continue;
+            }
+            let Some(remote) = self.remotes[peer].as_mut() else { continue };
+            remote.telling = true;
+            let epochs = remote.arrivals.complete();
+            let credit = Credit { immediates: remote.consumed, epochs };
+            remote.told = credit;
+            self.tell_peer(peer, credit, true)?;
+        }
+        Ok(false)
     }
 
     fn error(&self, id: Id, status: i32, detail: &str) -> TransportError {
         let pair = self.device.number(id.peer, id.pair);
         TransportError::Completion {
-            op: "rdma",
+            op: OP,
             peer: id.peer,
             queue_pair: pair,
             status,
@@ -344,22 +407,37 @@ impl<D: Device> Proxy<D> {
     /// the peer has left: then it wanted nothing more, and its last answers went with it.
     fn failed(&mut self, id: Id, status: i32, detail: &str) {
         let Some(remote) = self.remotes[id.peer].as_mut() else { return };
+        remote.broken = true;
         if remote.gone {
             return;
         }
-        if id.kind == Kind::Write || !remote.sender.idle() {
-            let error = self.error(id, status, detail);
-            if !self.doubtful.iter().any(|(peer, ..)| *peer == id.peer) {
-                self.doubtful.push((id.peer, error, Deadline::after(NEWS)));
-            }
-            self.judge();
+        let error = self.error(id, status, detail);
+        match self.doubtful.iter_mut().find(|(peer, ..)| *peer == id.peer) {
+            None => self.doubtful.push((id.peer, error, Deadline::after(NEWS))),
+            // What was merely flushed says nothing of the cause.
+            Some((_, known, _)) if known.code() == Some(FLUSHED) => *known = error,
+            Some(_) => {}
         }
     }
 
-    /// Decides about failures whose peers may have left.
+    /// Decides about failures whose peers may have left, and about peers that are gone while there
+    /// is something to send to them.
     fn judge(&mut self) {
+        let nic = self.setup.nic;
+        for peer in 0..self.remotes.len() {
+            let waits = |remote: &Remote| remote.sender.waiting() && !remote.broken;
+            if !self.remotes[peer].as_ref().is_some_and(waits) {
+                continue;
+            }
+            if self.shared.closed(peer, nic) {
+                self.forget(peer);
+            } else if self.shared.is_lost(peer) {
+                let id = Id { kind: Kind::Write, peer, pair: 0 };
+                self.lose(peer, self.error(id, libc::ECONNRESET, "the peer has died"));
+            }
+        }
         for (peer, error, until) in std::mem::take(&mut self.doubtful) {
-            if self.shared.left(peer) {
+            if self.shared.closed(peer, nic) {
                 self.forget(peer);
             } else if until.expired() || self.shared.is_lost(peer) {
                 self.lose(peer, error);

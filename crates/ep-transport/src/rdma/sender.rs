@@ -299,6 +299,18 @@ mod tests {
         assert_eq!(drain(&mut peer).len(), 3, "an old credit takes nothing back");
     }
 
+    #[test]
+    fn no_more_epochs_are_open_than_have_places() {
+        let limits = Limits { depth: 4096, send_queue: 1000, queue_pairs: 1, ..LIMITS };
+        let mut peer = Peer::new(limits);
+        for ticket in 0..WINDOW as u64 + 9 {
+            peer.push_signal(0, 1, ticket);
+        }
+        assert_eq!(drain(&mut peer).len(), WINDOW as usize);
+        peer.credit(Credit { immediates: WINDOW, epochs: 5 });
+        assert_eq!(drain(&mut peer).len(), 5);
+    }
+
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(200))]
 

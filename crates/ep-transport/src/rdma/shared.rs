@@ -121,8 +121,9 @@ impl Shared {
         self.stopping.load(Ordering::Acquire)
     }
 
-    pub(super) fn left(&self, peer: usize) -> bool {
-        self.group.health().has_left(peer)
+    /// Whether `peer` wants nothing more: it has closed its link or left in good order.
+    pub(super) fn closed(&self, peer: usize, nic: usize) -> bool {
+        self.words.closed(self.layout.credit_in(peer, nic)) || self.group.health().has_left(peer)
     }
 
     pub(super) fn is_lost(&self, peer: usize) -> bool {

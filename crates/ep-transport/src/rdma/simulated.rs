@@ -144,12 +144,12 @@ impl Device for SimulatedDevice {
         Ok(())
     }
 
-    fn poll(&mut self, into: &mut Vec<Completion>) -> Result<()> {
+    fn poll(&mut self, into: &mut Vec<Completion>) -> Result<bool> {
         let mut fabric = self.fabric.lock();
         (0..4).for_each(|_| fabric.step());
         assert!(!fabric.overrun, "more immediates than there is room for");
         into.append(fabric.reports.entry(self.rank).or_default());
-        Ok(())
+        Ok(true)
     }
 
     fn sleep(&mut self, _bell: BorrowedFd<'_>, _bound: Duration) -> Result<()> {
@@ -319,6 +319,39 @@ fn a_dead_peer_is_everyones_error() {
                 let error = waited.unwrap_err();
                 assert_eq!(error.peer(), Some(2), "rank {rank}: {error}");
                 assert!(start.elapsed() < limit / 2, "{:?}", start.elapsed());
+            });
+        }
+    });
+}
+
+/// A link that is dropped while a peer still sends to it, its rank staying in the group, is no dead
+/// peer: nobody waits there any more.
+#[test]
+fn a_closed_link_is_no_dead_peer() {
+    let (members, _) = members(2, (2, 1, 1), 4);
+    let spec = WindowSpec { bytes: 1 << 16, flags: 1 };
+    let deadline = || Deadline::after(Duration::from_secs(20));
+    std::thread::scope(|scope| {
+        for (group, transport) in members {
+            scope.spawn(move || {
+                let (rank, queue) = (group.rank(), Queue::host());
+                let link = transport.open(&group, spec, deadline()).unwrap();
+                if rank == 1 {
+                    drop(link);
+                    group.barrier().unwrap();
+                } else {
+                    group.barrier().unwrap();
+                    for _ in 0..100 {
+                        link.put(&queue, Put { peer: 1, from: 0, to: 0, bytes: 1 << 14 }).unwrap();
+                        link.signal(&queue, 1, 0).unwrap();
+                    }
+                    link.flush(&queue, deadline()).unwrap();
+                    drop(link);
+                }
+                group.barrier().unwrap();
+                let link = transport.open(&group, spec, deadline()).unwrap();
+                link.signal(&queue, 1 - rank, 0).unwrap();
+                link.wait(&queue, "again", &[1 - rank], 0, deadline()).unwrap();
             });
         }
     });

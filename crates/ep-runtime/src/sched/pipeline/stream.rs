@@ -224,3 +224,15 @@ impl<'p> Run<'p> {
         self.streams.order(self.streams.combine.raw(), self.compute)
     }
 }
+
+impl Drop for Run<'_> {
+    fn drop(&mut self) {
+        // However the run ends: what it has submitted uses the caller's memory, and a capture that
+        // spread to the side streams has to come back.
+        for side in [&self.streams.dispatch, &self.streams.combine] {
+            if let Err(error) = self.streams.order(side.raw(), self.compute) {
+                tracing::warn!("the caller's stream does not wait for the pipeline: {error}");
+            }
+        }
+    }
+}
