@@ -25,6 +25,9 @@ fn pairs(builder: EpBuilder, rank: usize) -> EpBuilder {
     builder.transport(RdmaTransport::new().devices(&[&device]).node(rank as u64 / 2))
 }
 
+/// Those nodes: one starts at every rank of an even number.
+const PAIRS: Nodes = Nodes::Cut(0x5555_5555_5555_5555);
+
 /// Ranks of this process over RDMA.
 struct Verbs(fn(EpBuilder, usize) -> EpBuilder);
 
@@ -38,9 +41,12 @@ impl Grounds for Verbs {
     }
 }
 
-fn random_jobs(seeds: std::ops::Range<u64>, over: fn(EpBuilder, usize) -> EpBuilder) {
+/// Random jobs over nodes that `over` makes and `nodes` describes, flat and crossing nodes once.
+fn random_jobs(seeds: std::ops::Range<u64>, over: fn(EpBuilder, usize) -> EpBuilder, nodes: Nodes) {
     for seed in seeds {
         let mode = [Mode::RankMajor, Mode::ExpertExact, Mode::ExpertReduced][seed as usize % 3];
+        let hierarchy = [Hierarchy::Flat, Hierarchy::Node][(seed / 3) as usize % 2];
+        let reducible = mode != Mode::ExpertReduced && hierarchy == Hierarchy::Node;
         let bit = |n: u64| seed >> n & 1 == 1;
         let how = How {
             mode,
@@ -48,9 +54,9 @@ fn random_jobs(seeds: std::ops::Range<u64>, over: fn(EpBuilder, usize) -> EpBuil
             weighted: bit(0) && mode != Mode::RankMajor,
             biases: (seed % 3) as usize,
             capacity: bit(1),
-            nodes: Nodes::Mapped,
-            hierarchy: Hierarchy::Flat,
-            node_reduced: false,
+            nodes,
+            hierarchy,
+            node_reduced: seed % 2 == 0 && reducible,
             narrow_ids: bit(2),
         };
         check(&JobSpec::random(seed).build(), how, seed, &Verbs(over));
@@ -60,8 +66,8 @@ fn random_jobs(seeds: std::ops::Range<u64>, over: fn(EpBuilder, usize) -> EpBuil
 #[test]
 #[ignore = "needs RDMA devices"]
 fn every_shape_equals_the_oracle() {
-    random_jobs(0..12, apart);
-    random_jobs(12..24, pairs);
+    random_jobs(0..12, apart, Nodes::Bulk);
+    random_jobs(12..36, pairs, PAIRS);
 }
 
 /// Not a test of its own: what copies run.
@@ -97,10 +103,11 @@ fn netem(what: Option<&str>) {
 #[ignore = "needs RDMA devices"]
 fn lost_doubled_and_reordered_packets_change_no_bit() {
     netem(Some("delay 1ms loss 1% duplicate 1% reorder 5%"));
-    random_jobs(24..28, |builder, rank| {
+    let patient: fn(EpBuilder, usize) -> EpBuilder = |builder, rank| {
         let device = format!("rxe{}", rank % 2);
         let transport = RdmaTransport::new().devices(&[&device]).node(rank as u64);
         builder.transport(transport.ack_timeout(12))
-    });
+    };
+    random_jobs(36..40, patient, Nodes::Bulk);
     netem(None);
 }

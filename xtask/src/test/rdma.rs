@@ -21,7 +21,7 @@ const HARDWARE: &str = "rdma::hardware::";
 const UNITS: Duration = Duration::from_secs(5 * 60);
 const BUILD: Duration = Duration::from_secs(15 * 60);
 /// For the machine, from boot to end, in seconds. It emulates its CPUs where there is no KVM.
-const RUN: u64 = 600;
+const RUN: u64 = 900;
 /// MiB; the machine takes what is used of it.
 const MEMORY: &str = "2048";
 

@@ -139,6 +139,10 @@ impl Ep {
 
     /// The order in which threads of this rank submit operations: one for all that work on a GPU, on
     /// the host one per layer. See the [module](crate::sched).
+    ///
+    /// Where several ranks of this process share a GPU, each takes a [`SubmitOrder::new`] of its own
+    /// instead: an exact dispatch waits for the announcements of other ranks, which must not stand
+    /// behind it.
     pub fn submit_order(&self) -> SubmitOrder {
         match self.sm_budget() {
             Some(budget) => budget.order().clone(),

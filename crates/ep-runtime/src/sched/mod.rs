@@ -16,8 +16,8 @@
 //! share a device take a [`Ticket`] each, in an order that all ranks agree on, and submit when it is
 //! their turn.
 //!
-//! No lease and no turn is held across a wait on a peer: a lease never waits at all, and a [`Turn`] is
-//! for the call that submits.
+//! A lease never waits at all. A [`Turn`] is for the call that submits, which in exact mode includes the
+//! wait for the announcements of the other ranks: so threads of different ranks never share an order.
 
 #[cfg(any(test, feature = "cuda"))]
 mod carve;

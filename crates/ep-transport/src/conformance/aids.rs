@@ -60,7 +60,7 @@ impl Rank<'_> {
     /// every rank.
     pub fn paced(&self, count: usize, round: impl FnMut(usize) -> Outcome) -> Outcome {
         const FIRST: usize = 20;
-        const TIME: Duration = Duration::from_secs(5);
+        const TIME: Duration = Duration::from_secs(3);
         let mut round = round;
         let first = count.min(FIRST);
         let start = Instant::now();
