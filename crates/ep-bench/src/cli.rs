@@ -160,6 +160,9 @@ pub struct Args {
     /// Only say what would be run: rows and bytes
     #[arg(long)]
     pub dry_run: bool,
+    /// With --dry-run: also what crosses between N nodes of equally many ranks, flat and once per node
+    #[arg(long, value_name = "N", value_parser = count, requires = "dry_run")]
+    pub nodes: Option<usize>,
     /// Run as one rank of a job: the plan comes by standard input
     #[arg(long, hide = true)]
     pub rank_process: bool,

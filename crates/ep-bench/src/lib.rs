@@ -8,6 +8,7 @@
 pub mod case;
 pub mod cli;
 pub mod copy;
+pub mod crossing;
 pub mod data;
 pub mod engine;
 mod error;

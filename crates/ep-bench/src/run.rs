@@ -6,6 +6,7 @@ use std::time::Duration;
 use indicatif::{ProgressBar, ProgressStyle};
 
 use crate::cli::{Args, Plan};
+use crate::crossing::Crossing;
 use crate::format::{bytes, wrap};
 use crate::host::HostSeat;
 use crate::machine::{Machine, commit, free_memory};
@@ -31,7 +32,7 @@ pub fn run(args: &Args) -> Result<Report> {
         println!("{}", wrap(note, WIDTH, "  "));
     }
     if args.dry_run {
-        print!("{}", describe(&plan)?);
+        print!("{}", describe(&plan, args.nodes)?);
         return Ok(report);
     }
     let machine = &report.machine;
@@ -120,7 +121,7 @@ fn progress(steps: usize) -> ProgressBar {
 ///
 /// # Errors
 /// As [`Traffic::of`].
-pub fn describe(plan: &Plan) -> Result<String> {
+pub fn describe(plan: &Plan, nodes: Option<usize>) -> Result<String> {
     let mut out = String::new();
     let mut line = |text: String| {
         out.push_str(&text);
@@ -149,9 +150,26 @@ pub fn describe(plan: &Plan) -> Result<String> {
         line(format!("  wire bytes, busiest     {}", bytes(traffic.wire_bytes(case) as f64)));
         let memory = total_bytes(case, &traffic, plan.processes) as f64;
         line(format!("  memory, all ranks       {} with verification", bytes(memory)));
+        if let Some(nodes) = nodes {
+            between(&Crossing::of(case, nodes)?).into_iter().for_each(&mut line);
+        }
     }
     if plan.layout_cost {
         line(format!("layout cost at {:?} ranks, simulated", layout_cost::RANKS));
     }
     Ok(out)
+}
+
+/// What crosses between nodes, line by line.
+fn between(crossing: &Crossing) -> [String; 4] {
+    let ((flat, once), expected) = (crossing.busiest(), crossing.expected);
+    let sent =
+        |found: u64, expected: f64| format!("{}, uniform {}", bytes(found as f64), bytes(expected));
+    let (window, forwarding) = crossing.windows;
+    [
+        format!("  between {} nodes, flat   {}", crossing.nodes, sent(flat, expected.0)),
+        format!("  once per node           {}", sent(once, expected.1)),
+        format!("  window per rank         {}", bytes(window as f64)),
+        format!("  window, once per node   {}", bytes(forwarding as f64)),
+    ]
 }

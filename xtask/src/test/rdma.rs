@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use serde_json::Value;
 
-use super::steps::{TAIL, cargo, cargo_test, check, has_component};
+use super::steps::{TAIL, cargo, cargo_test};
 use super::{Context, Outcome};
 use crate::process::{self, Finished};
 use crate::rdma_vm;
@@ -14,11 +14,10 @@ use crate::workspace::Workspace;
 
 /// Where the machine finds the scripts.
 const FOLDER: &str = "/rdma-vm";
-const LINTS: Duration = Duration::from_secs(15 * 60);
 /// Unit tests whose paths have this need devices.
 const HARDWARE: &str = "rdma::hardware::";
-/// For unit tests that need none.
-const UNITS: Duration = Duration::from_secs(5 * 60);
+/// How the name of the program of ep-transport's unit tests starts.
+const UNITS: &str = "ep_transport-";
 const BUILD: Duration = Duration::from_secs(15 * 60);
 /// For the machine, from boot to end, in seconds. It emulates its CPUs where there is no KVM.
 const RUN: u64 = 900;
@@ -29,31 +28,24 @@ pub fn rdma(context: &Context) -> Outcome {
     if let Err(outcome) = prepared(context) {
         return outcome;
     }
-    let crates = with_feature(&context.workspace);
-    if crates.is_empty() {
-        return Outcome::failed("no crate has the feature rdma", String::new());
-    }
-    let lints = clippy(context, &crates);
-    if lints.is_failure() {
-        return lints;
-    }
-    let (programs, units) = match build(context, &crates) {
+    let (programs, units) = match build(context) {
         Ok(built) => built,
         Err(outcome) => return outcome,
     };
-    // What needs no device runs here.
-    let mut here = Command::new(&units);
-    here.arg("rdma::");
-    let here = cargo_test(context, here, UNITS);
-    if here.is_failure() {
-        return here;
-    }
     let limit = Duration::from_secs(RUN + 60);
-    let mut outcome = cargo_test(context, in_vm(&context.workspace, &programs, &units), limit);
-    // Those that need a device were skipped here and run there.
-    outcome.counts.passed += here.counts.passed;
-    outcome.counts += lints.counts;
-    outcome
+    cargo_test(context, in_vm(&context.workspace, &programs, &units), limit)
+}
+
+/// What lints, tests and this step add to cargo's arguments where the packages are there, the same for
+/// all, so that nothing is built twice.
+pub fn features(context: &Context) -> Vec<String> {
+    let packages = rdma_vm::missing_packages(&context.workspace);
+    let there = cfg!(target_arch = "x86_64") && packages.is_ok_and(|missing| missing.is_empty());
+    if there { arguments(&with_feature(&context.workspace)) } else { Vec::new() }
+}
+
+fn arguments(crates: &[&str]) -> Vec<String> {
+    crates.iter().map(|name| format!("--features={name}/rdma")).collect()
 }
 
 /// Everything that is no part of the project is there.
@@ -70,9 +62,6 @@ fn prepared(context: &Context) -> Result<(), Outcome> {
     if !packages.is_empty() {
         return Err(missing(format!("not installed: {}", packages.join(" "))));
     }
-    if !has_component(context, "clippy") {
-        return Err(missing("clippy is not installed".into()));
-    }
     rdma_vm::fetch_kernel(&context.workspace, context.echo).map_err(missing)
 }
 
@@ -88,36 +77,23 @@ fn with_feature(workspace: &Workspace) -> Vec<&str> {
     having.map(|m| m.name).collect()
 }
 
-/// Selects `crates` with the feature.
-fn selection(crates: &[&str]) -> Vec<String> {
-    crates
-        .iter()
-        .flat_map(|name| ["--package".into(), (*name).into(), format!("--features={name}/rdma")])
-        .collect()
-}
-
-/// The lints of what the feature adds, which those of the workspace do not see. In the tests' profile:
-/// ibverbs-sys compiles rdma-core anew for each.
-fn clippy(context: &Context, crates: &[&str]) -> Outcome {
-    let mut command = cargo(context, &["clippy", "--profile", "checked", "--all-targets"]);
-    command.args(selection(crates)).args(["--", "-D", "warnings"]);
-    check(context, command, LINTS)
-}
-
 /// Builds the test programs whose names start with `rdma`, and that of ep-transport's unit tests.
-fn build(context: &Context, crates: &[&str]) -> Result<(Vec<PathBuf>, PathBuf), Outcome> {
-    let names = built(context, crates, &["--test", "rdma*"])?;
-    let units = built(context, &["ep-transport"], &["--lib"])?;
-    match units.as_slice() {
-        [units] => Ok((names, units.clone())),
-        _ => Err(Outcome::failed("the unit tests of ep-transport are not one", String::new())),
+fn build(context: &Context) -> Result<(Vec<PathBuf>, PathBuf), Outcome> {
+    let names = built(context, &["--test", "rdma*"])?;
+    let units = built(context, &["--lib"])?;
+    let ours = |path: &&PathBuf| {
+        path.file_name().is_some_and(|name| name.to_string_lossy().starts_with(UNITS))
+    };
+    match units.iter().find(ours) {
+        Some(units) => Ok((names, units.clone())),
+        None => Err(Outcome::failed("ep-transport has no unit tests", String::new())),
     }
 }
 
-/// The test programs of `crates` that `which` selects; there is at least one.
-fn built(context: &Context, crates: &[&str], which: &[&str]) -> Result<Vec<PathBuf>, Outcome> {
-    let mut command = cargo(context, &["test", "--profile", "checked", "--no-run"]);
-    command.args(selection(crates)).args(which);
+/// The workspace's test programs that `which` selects; there is at least one.
+fn built(context: &Context, which: &[&str]) -> Result<Vec<PathBuf>, Outcome> {
+    let mut command = cargo(context, &["test", "--workspace", "--profile", "checked", "--no-run"]);
+    command.args(features(context)).args(which);
     command.args(["--message-format", "json-render-diagnostics"]);
     let done =
         process::run(command, BUILD, false).map_err(|why| Outcome::failed(why, "".into()))?;
@@ -189,10 +165,10 @@ mod tests {
     }
 
     #[test]
-    fn every_crate_is_selected_with_its_feature() {
-        let expected =
-            ["--package", "a", "--features=a/rdma", "--package", "b", "--features=b/rdma"];
-        assert_eq!(selection(&["a", "b"]), expected);
+    fn every_crate_gets_its_feature() {
+        assert_eq!(arguments(&["a", "b"]), ["--features=a/rdma", "--features=b/rdma"]);
+        let workspace = Workspace::load(false).unwrap();
+        assert!(with_feature(&workspace).contains(&"ep-transport"));
     }
 
     #[test]

@@ -106,8 +106,11 @@ fn clippy(context: &Context) -> Outcome {
     if !has_component(context, "clippy") {
         return Outcome::missing(context, "clippy is not installed", false);
     }
-    let args = ["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"];
-    check(context, cargo(context, &args), MINUTES(15))
+    // In the tests' profile, as what build scripts make is made once for each.
+    let args = ["clippy", "--workspace", "--all-targets", "--profile", "checked"];
+    let mut command = cargo(context, &args);
+    command.args(rdma::features(context)).args(["--", "-D", "warnings"]);
+    check(context, command, MINUTES(15))
 }
 
 fn doc(context: &Context) -> Outcome {
@@ -118,7 +121,9 @@ fn doc(context: &Context) -> Outcome {
 
 fn tests(context: &Context) -> Outcome {
     let args = ["test", "--workspace", "--profile", "checked", "--no-fail-fast"];
-    cargo_test(context, cargo(context, &args), MINUTES(30))
+    let mut command = cargo(context, &args);
+    command.args(rdma::features(context));
+    cargo_test(context, command, MINUTES(30))
 }
 
 fn loom(context: &Context) -> Outcome {
