@@ -28,8 +28,7 @@ need cmake program cmake
 need make program make
 need pkg-config program pkg-config
 need libibverbs-dev file /usr/include/infiniband/verbs.h
-if [ -z "${LIBCLANG_PATH-}" ] && ! library libclang.so; then
-    need libclang-dev file '/usr/lib/llvm-*/lib/libclang*.so*'
-fi
+# The development package brings clang's own headers too, which libclang alone, or libclang-cpp, does not.
+[ -n "${LIBCLANG_PATH-}" ] || need libclang-dev file '/usr/lib/llvm-*/lib/libclang.so'
 # ib_write_bw, with which the transport's bandwidth is compared
 need perftest program ib_write_bw
