@@ -14,7 +14,7 @@ die() {
 command -v apt-get >/dev/null || die "there is no apt-get to fetch a kernel with: Debian is needed"
 mkdir -p "$(dirname "$folder")"
 # Beside the folder, so that it appears at once and whole
-work=$(mktemp -d "$folder.XXXXXX")
+work=$(mktemp -d -p "$(dirname "$folder")")
 trap 'rm -rf "$work"' EXIT
 chmod 755 "$work"
 

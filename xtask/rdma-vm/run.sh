@@ -66,7 +66,7 @@ PATH=$PATH:/sbin:/usr/sbin
 cache=${RDMA_VM_CACHE:-$here/../../target/rdma-vm}
 "$here/kernel.sh" "$cache"
 release=$(<"$cache/release")
-work=$(mktemp -d "${TMPDIR:-/tmp}/rdma-vm.XXXXXX")
+work=$(mktemp -d)
 qemu=
 trap '[[ -z $qemu ]] || kill "$qemu" 2>/dev/null; rm -rf "$work"' EXIT
 trap 'exit 130' INT

@@ -100,7 +100,7 @@ pub struct Received<'a> {
 
 // SAFETY: a shared borrow of bytes, as `&[u8]`.
 unsafe impl Send for Received<'_> {}
-// SAFETY: as above.
+// SAFETY: a shared borrow of bytes, as `&[u8]`.
 unsafe impl Sync for Received<'_> {}
 
 /// One column of small values in rows: `per_row` values of each, `stride` bytes apart.
@@ -269,7 +269,7 @@ pub struct Outputs<'a> {
 
 // SAFETY: an exclusive borrow of bytes, as `&mut [u8]`.
 unsafe impl Send for Outputs<'_> {}
-// SAFETY: as above.
+// SAFETY: an exclusive borrow of bytes, as `&mut [u8]`.
 unsafe impl Sync for Outputs<'_> {}
 
 impl Outputs<'_> {

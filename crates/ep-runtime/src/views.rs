@@ -20,7 +20,7 @@ pub struct Rows<'a> {
 
 // SAFETY: Rows is a shared borrow of bytes, as `&[u8]`.
 unsafe impl Send for Rows<'_> {}
-// SAFETY: as above.
+// SAFETY: Rows is a shared borrow of bytes, as `&[u8]`.
 unsafe impl Sync for Rows<'_> {}
 
 /// Rows of equal length, some bytes apart, to be written.
@@ -37,7 +37,7 @@ pub struct RowsMut<'a> {
 
 // SAFETY: RowsMut is an exclusive borrow of bytes, as `&mut [u8]`.
 unsafe impl Send for RowsMut<'_> {}
-// SAFETY: as above.
+// SAFETY: RowsMut is an exclusive borrow of bytes, as `&mut [u8]`.
 unsafe impl Sync for RowsMut<'_> {}
 
 fn count(op: &'static str, elements: usize, per_row: usize) -> Result<usize> {

@@ -28,7 +28,7 @@ pub struct Mapping {
 
 // SAFETY: a Mapping is an address and a length; whoever dereferences it answers for the access.
 unsafe impl Send for Mapping {}
-// SAFETY: as above.
+// SAFETY: a Mapping is an address and a length; whoever dereferences it answers for the access.
 unsafe impl Sync for Mapping {}
 
 /// Where memory is.

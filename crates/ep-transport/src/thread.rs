@@ -170,7 +170,7 @@ struct Anonymous {
 
 // SAFETY: the value is an address range that it owns; accesses are the business of its users.
 unsafe impl Send for Anonymous {}
-// SAFETY: as above.
+// SAFETY: the value is an address range that it owns; accesses are the business of its users.
 unsafe impl Sync for Anonymous {}
 
 // SAFETY: `map` maps the whole range for loads and stores, page-aligned as mmap does, and only

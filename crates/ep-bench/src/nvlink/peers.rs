@@ -214,7 +214,7 @@ pub fn nccl_all_to_all(devices: &[Device], block: usize) -> Result<(Summary, c_i
                 let sent =
                     unsafe { (nccl.send)(source, block, BYTES, peer as c_int, comm, stream) };
                 ok("ncclSend", sent)?;
-                // SAFETY: as above.
+                // SAFETY: blocks inside allocations that outlive the wait; the stream is live.
                 let got = unsafe { (nccl.recv)(dest, block, BYTES, peer as c_int, comm, stream) };
                 ok("ncclRecv", got)?;
             }

@@ -226,7 +226,7 @@ impl<'a> Rank<'a> {
             _ => Route::Device {
                 // SAFETY: so many ids are there, written by nobody any more.
                 ids: unsafe { DeviceIds::from_raw(ordinal, p.ids, choices, IdKind::I64) },
-                // SAFETY: as above.
+                // SAFETY: so many ids are there, written by nobody any more.
                 weights: Some(unsafe {
                     Rows::from_device(ordinal, p.weights, choices, 4, 4, DType::F32)
                 }),

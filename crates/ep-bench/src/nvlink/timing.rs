@@ -140,22 +140,22 @@ impl Rank<'_> {
         let rows = self.rows_of(&mut held)?;
         self.poison(rows)?;
         self.barrier()?;
-        // SAFETY: as above.
+        // SAFETY: this rank's stream; its layer outlives the graphs.
         unsafe { dispatch.launch(raw)? };
         self.drain()?;
         self.check_rows(&held)?;
         self.barrier()?;
-        // SAFETY: as above.
+        // SAFETY: this rank's stream; its layer outlives the graphs.
         let (combine, ()) = unsafe { Graph::capture(&self.device, raw, || self.combine(held))? };
         let (mut dispatched, mut combined) = (Vec::new(), Vec::new());
         for run in 1..=WARM_UPS + RUNS {
-            // SAFETY: as above.
+            // SAFETY: this rank's stream; its layer outlives the graphs.
             let (us, ()) = self.timed(true, |_| unsafe { dispatch.launch(raw) })?;
             if run == WARM_UPS + RUNS {
                 self.poison(rows)?;
             }
             self.write_outputs(rows)?;
-            // SAFETY: as above.
+            // SAFETY: this rank's stream; its layer outlives the graphs.
             let (back, ()) = self.timed(true, |_| unsafe { combine.launch(raw) })?;
             if run > WARM_UPS {
                 dispatched.push(us);

@@ -131,7 +131,7 @@ struct Inner {
 
 // SAFETY: driver handles may be used from any thread, and nothing here changes after creation.
 unsafe impl Send for Inner {}
-// SAFETY: as above.
+// SAFETY: driver handles may be used from any thread, and nothing here changes after creation.
 unsafe impl Sync for Inner {}
 
 impl GreenContext {

@@ -36,7 +36,7 @@ pub struct MappedHost<T: Plain> {
 
 // SAFETY: `T` is plain data, and host accesses go through raw reads of memory that never moves.
 unsafe impl<T: Plain> Send for MappedHost<T> {}
-// SAFETY: as above.
+// SAFETY: `T` is plain data, and host accesses go through raw reads of memory that never moves.
 unsafe impl<T: Plain> Sync for MappedHost<T> {}
 
 impl<T: Plain> MappedHost<T> {

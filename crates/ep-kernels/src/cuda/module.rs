@@ -43,7 +43,7 @@ struct ModuleInner {
 
 // SAFETY: driver handles may be used from any thread, and nothing here changes after creation.
 unsafe impl Send for ModuleInner {}
-// SAFETY: as above.
+// SAFETY: driver handles may be used from any thread, and nothing here changes after creation.
 unsafe impl Sync for ModuleInner {}
 
 impl Module {
@@ -150,7 +150,7 @@ pub struct Kernel {
 
 // SAFETY: a context-independent handle of the driver, usable from any thread.
 unsafe impl Send for Kernel {}
-// SAFETY: as above.
+// SAFETY: a context-independent handle of the driver, usable from any thread.
 unsafe impl Sync for Kernel {}
 
 impl Kernel {

@@ -110,7 +110,7 @@ struct Mapped {
 
 // SAFETY: the value is an address range that it owns; accesses are the business of its users.
 unsafe impl Send for Mapped {}
-// SAFETY: as above.
+// SAFETY: the value is an address range that it owns; accesses are the business of its users.
 unsafe impl Sync for Mapped {}
 
 // SAFETY: `map` maps the whole range for loads and stores, page-aligned as mmap does, and only

@@ -69,7 +69,7 @@ impl Completions {
 
     /// Asks for the descriptor to become readable at the next completion.
     pub(super) fn arm(&self) -> Result<()> {
-        // SAFETY: as in `poll`.
+        // SAFETY: a live queue, whose context's table has this entry (every provider sets it).
         let code = unsafe {
             let arm = self.context.raw.as_ref().ops.req_notify_cq;
             arm.expect("set by every provider")(self.raw.as_ptr(), 0)

@@ -130,7 +130,7 @@ pub(super) struct Context {
 
 // SAFETY: libibverbs allows all calls on one context from any thread.
 unsafe impl Send for Context {}
-// SAFETY: likewise, at the same time.
+// SAFETY: libibverbs allows calls on one context from several threads at the same time.
 unsafe impl Sync for Context {}
 
 impl Context {
@@ -154,7 +154,7 @@ impl Context {
         };
         let mut found = devices;
         let raw = found.find(named).map(|device| {
-            // SAFETY: as for `named`; an open context does not need the list any more.
+            // SAFETY: an entry of the list, which is alive; an open context does not need it any more.
             let raw = NonNull::new(unsafe { (library.ibv_open_device)(device) });
             raw.ok_or_else(|| {
                 last(
@@ -186,7 +186,7 @@ impl Context {
     }
 
     pub(super) fn port(&self, port: u8) -> Result<ffi::ibv_port_attr> {
-        // SAFETY: as in `device`.
+        // SAFETY: plain numbers, for which zero is a value.
         let mut attr: ffi::ibv_port_attr = unsafe { std::mem::zeroed() };
         // SAFETY: an open context; the exported function fills an older, shorter form of the
         // structure, which is its beginning.

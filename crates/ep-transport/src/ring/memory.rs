@@ -65,7 +65,8 @@ mod imp {
     // SAFETY: the pointers lead into the region, which is itself Send and Sync and held here, and
     // everything there is only used as atomics.
     unsafe impl Send for Memory {}
-    // SAFETY: as above.
+    // SAFETY: the pointers lead into the region, which is itself Send and Sync and held here, and
+    // everything there is only used as atomics.
     unsafe impl Sync for Memory {}
 
     impl Memory {
@@ -222,7 +223,7 @@ mod imp {
 
     // SAFETY: loom checks every access of the payload against every other.
     unsafe impl Send for Shared {}
-    // SAFETY: as above.
+    // SAFETY: loom checks every access of the payload against every other.
     unsafe impl Sync for Shared {}
 
     impl Memory {
@@ -260,7 +261,7 @@ mod imp {
         }
 
         pub(crate) fn read(&self, ticket: u64) -> Command {
-            // SAFETY: as above.
+            // SAFETY: loom fails the model if another access is concurrent.
             self.cell(ticket).payload.with(|payload| unsafe { *payload })
         }
 

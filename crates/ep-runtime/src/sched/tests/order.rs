@@ -76,7 +76,7 @@ fn a_turn_excludes_all_others_until_it_is_dropped() {
             })
         });
         threads.into_iter().for_each(|t| t.join().expect("no panic"));
-        // SAFETY: as above.
+        // SAFETY: loom's cell checks it.
         assert_eq!(busy.with(|value| unsafe { *value }), 2);
     });
 }
