@@ -65,9 +65,10 @@ impl Bench {
                 }
             }
             self.gate.open(self.round);
+            // All of them first: a stream's end says nothing of another's start.
+            ends.iter().try_for_each(|end| await_event(end, "copying between GPUs"))?;
             let mut slowest = 0.0f64;
             for (at, end) in ends.iter().enumerate() {
-                await_event(end, "copying between GPUs")?;
                 // Streams share a copy engine, and a stream's start may wait for its turn there:
                 // what counts is the first start on the GPU.
                 let first = at / used * used;

@@ -24,7 +24,8 @@ pub fn small<T: Send>(
     builder: &EpBuilder,
     f: impl Fn(Rank<'_>) -> T + Sync,
 ) -> Vec<T> {
-    let placed = |rank| gpus.place(rank, world, builder.clone());
+    // Some use a second lane.
+    let placed = |rank| gpus.place(rank, world, builder.clone()).lanes(2);
     super::eps_of(world, &placed, |ep| f(Rank::new(gpus, ep)))
 }
 
