@@ -4,7 +4,7 @@ use std::fmt::Debug;
 
 #[cfg(feature = "cuda")]
 use crate::StreamSide;
-use crate::{Deadline, Link, Mapping, Memory, Put, Queue, Reach, Result};
+use crate::{Deadline, Link, Mapping, Memory, Put, Queue, Reach, Receive, Result};
 
 /// A [`Link`] that wraps another: every call goes to [`ForwardLink::inner`], unless the
 /// implementation says otherwise. Whatever implements this is a [`Link`].
@@ -70,6 +70,18 @@ pub unsafe trait ForwardLink: Debug + Send + Sync {
         self.inner().put(queue, put)
     }
 
+    /// [`Link::exchange`].
+    fn exchange(
+        &self,
+        queue: &Queue,
+        op: &'static str,
+        number: u32,
+        blocks: (&[Put], &[Receive]),
+        deadline: Deadline,
+    ) -> Result<()> {
+        self.inner().exchange(queue, op, number, blocks, deadline)
+    }
+
     /// [`Link::flush`].
     fn flush(&self, queue: &Queue, deadline: Deadline) -> Result<()> {
         self.inner().flush(queue, deadline)
@@ -119,6 +131,17 @@ unsafe impl<F: ForwardLink> Link for F {
 
     fn put(&self, queue: &Queue, put: Put) -> Result<()> {
         ForwardLink::put(self, queue, put)
+    }
+
+    fn exchange(
+        &self,
+        queue: &Queue,
+        op: &'static str,
+        number: u32,
+        blocks: (&[Put], &[Receive]),
+        deadline: Deadline,
+    ) -> Result<()> {
+        ForwardLink::exchange(self, queue, op, number, blocks, deadline)
     }
 
     fn flush(&self, queue: &Queue, deadline: Deadline) -> Result<()> {

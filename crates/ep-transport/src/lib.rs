@@ -54,7 +54,7 @@ pub use health::{Fault, Health};
 pub use host_link::{HostLink, Region};
 #[cfg(feature = "cuda")]
 pub use link::StreamSide;
-pub use link::{Link, Mapping, Memory, Put, Reach, Transport, WindowSpec};
+pub use link::{Link, Mapping, Memory, Put, Reach, Receive, Transport, WindowSpec};
 #[cfg(all(feature = "cuda", not(loom)))]
 pub use nvlink::NvlinkTransport;
 #[cfg(all(feature = "cuda", not(loom)))]

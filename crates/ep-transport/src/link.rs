@@ -4,7 +4,7 @@ use std::fmt::Debug;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use crate::{Deadline, Group, Queue, Result};
+use crate::{Deadline, Group, Queue, Result, TransportError};
 
 /// What every rank of a group asks of a transport. It must be the same on every rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -66,6 +66,9 @@ pub enum Reach {
     Direct(Mapping),
     /// Only by [`Link::put`].
     Bulk,
+    /// Only by [`Link::exchange`], in which both sides take part. It orders everything between the
+    /// two ranks by itself: puts and flags are not for such a peer.
+    Paired,
 }
 
 /// One one-sided write into a bulk peer's window.
@@ -76,6 +79,17 @@ pub struct Put {
     /// Where the bytes start in this rank's own window.
     pub from: usize,
     /// Where they go in the peer's window.
+    pub to: usize,
+    /// How many.
+    pub bytes: usize,
+}
+
+/// Bytes that a peer sends to this rank in an exchange.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Receive {
+    /// The peer.
+    pub peer: usize,
+    /// Where the bytes go in this rank's own window.
     pub to: usize,
     /// How many.
     pub bytes: usize,
@@ -164,6 +178,38 @@ pub unsafe trait Link: Debug + Send + Sync {
     /// Writes from this rank's window into a bulk peer's. The source may be written again after
     /// [`Link::flush`]. For a direct peer it is a copy.
     fn put(&self, queue: &Queue, put: Put) -> Result<()>;
+
+    /// This rank's side of an exchange with paired peers: sends what `sends` says and receives what
+    /// the peers send it. Both sides list the same blocks of each pair in the same order, none of them
+    /// empty; where a block goes is the receiver's to say, so [`Put::to`] counts only for peers that are
+    /// reached otherwise. Exchanges have numbers below [`WindowSpec::flags`], and every rank makes those
+    /// of all its pairs in the same order. What is behind the exchange on the queue sees what was
+    /// received, and may write to what was sent.
+    ///
+    /// A link without paired peers need not implement this: what comes from others is not received,
+    /// but put by them.
+    ///
+    /// # Errors
+    /// An argument that does not fit. On a host queue also those of [`Link::wait`]; on a stream an
+    /// exchange that takes longer than `deadline` allows is ended, and its failure is told as that of
+    /// a wait.
+    fn exchange(
+        &self,
+        queue: &Queue,
+        op: &'static str,
+        number: u32,
+        (sends, receives): (&[Put], &[Receive]),
+        deadline: Deadline,
+    ) -> Result<()> {
+        let _ = (number, deadline);
+        if let Some(Receive { peer, .. }) =
+            receives.iter().find(|one| matches!(self.reach(one.peer), Reach::Paired))
+        {
+            let detail = format!("rank {peer} is paired, and this link does not exchange");
+            return Err(TransportError::Unsupported { op, detail });
+        }
+        sends.iter().try_for_each(|put| self.put(queue, *put))
+    }
 
     /// Waits until the sources of all earlier puts on this queue may be reused. A peer that has left
     /// in good order since is no error.

@@ -127,7 +127,7 @@ impl End {
                 }
                 Ok(())
             }
-            Reach::Bulk => self.put(peer, from, to, bytes),
+            Reach::Bulk | Reach::Paired => self.put(peer, from, to, bytes),
         }
     }
 

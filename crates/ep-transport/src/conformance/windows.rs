@@ -33,7 +33,7 @@ pub(super) fn windows_are_zeroed_disjoint_and_sized(rank: Rank) -> Outcome {
                     ensure!(theirs.bytes == bytes, "rank {peer}'s has {} bytes", theirs.bytes);
                     expect_at(&theirs, 0, bytes, seed(bytes, peer, 0), "a peer's window")?;
                 }
-                Reach::Bulk => ensure!(peer != rank.rank(), "the own window is not direct"),
+                Reach::Bulk | Reach::Paired => ensure!(peer != rank.rank(), "the own window is not direct"),
             }
         }
         rank.barrier()?;

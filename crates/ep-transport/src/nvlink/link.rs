@@ -33,6 +33,8 @@ pub(super) struct NvlinkLink {
     pub gpu: Arc<Gpu>,
     /// By rank.
     pub windows: Vec<Mapped>,
+    /// By rank, those that count as ranks of other nodes.
+    pub bulk: Vec<bool>,
     pub watchdog: Watchdog,
     /// Where other ranks are on this GPU.
     pub pacing: Option<Pacing>,
@@ -212,7 +214,10 @@ unsafe impl Link for NvlinkLink {
     }
 
     fn reach(&self, peer: usize) -> Reach {
-        Reach::Direct(self.mapping(peer))
+        match self.bulk[peer] {
+            true => Reach::Bulk,
+            false => Reach::Direct(self.mapping(peer)),
+        }
     }
 
     fn put(&self, queue: &Queue, put: Put) -> Result<()> {

@@ -41,12 +41,31 @@ use watchdog::{Waits, Watchdog};
 #[derive(Clone, Debug)]
 pub struct NvlinkTransport {
     ordinal: usize,
+    nodes: Option<Vec<usize>>,
 }
 
 impl NvlinkTransport {
     /// This rank's window is on the GPU `ordinal` among those the process sees.
     pub fn new(ordinal: usize) -> Self {
-        Self { ordinal }
+        Self { ordinal, nodes: None }
+    }
+
+    /// Ranks of different numbers count as ranks of different nodes: they reach each other's windows
+    /// only by [`Link::put`], which copies on the queue. `nodes` has one number per rank and is the
+    /// same on every rank. This is how what crosses nodes is tried on one host.
+    pub fn nodes(mut self, nodes: Vec<usize>) -> Self {
+        self.nodes = Some(nodes);
+        self
+    }
+
+    /// Which ranks `rank` of `world` reaches only by puts.
+    fn bulk(&self, rank: usize, world: usize) -> Result<Vec<bool>> {
+        let Some(nodes) = &self.nodes else { return Ok(vec![false; world]) };
+        if nodes.len() != world {
+            let detail = format!("nodes of {} ranks were given; there are {world}", nodes.len());
+            return Err(TransportError::Argument { op: OP, detail });
+        }
+        Ok(nodes.iter().map(|node| *node != nodes[rank]).collect())
     }
 }
 
@@ -88,11 +107,18 @@ impl Transport for NvlinkTransport {
     }
 
     fn maps_all_peers(&self) -> bool {
-        true
+        let mut pairs = self.nodes.iter().flat_map(|nodes| nodes.windows(2));
+        pairs.all(|pair| pair[0] == pair[1])
+    }
+
+    fn nodes(&self, world: usize) -> Option<Vec<usize>> {
+        let nodes = self.nodes.clone().unwrap_or_else(|| vec![0; world]);
+        (nodes.len() == world).then_some(nodes)
     }
 
     fn open(&self, group: &Group, spec: WindowSpec, deadline: Deadline) -> Result<Arc<dyn Link>> {
         spec.agree(group, self.name(), deadline)?;
+        let bulk = self.bulk(group.rank(), group.world())?;
         let own = Gpu::open(self.ordinal).and_then(|gpu| {
             let gpu = Arc::new(gpu);
             let memory = Allocation::new(&gpu, spec.bytes)?;
@@ -121,7 +147,7 @@ impl Transport for NvlinkTransport {
         drop(offer);
         let link = beside(group.rank(), &cards)
             .map_or(Ok(None), |beside| board.pacing(beside).map(Some))
-            .and_then(|pacing| connect(group, spec, gpu, windows, (board, pacing)));
+            .and_then(|pacing| connect((group, spec), gpu, (windows, bulk), (board, pacing)));
         together(group, deadline, link.as_ref().err().map(|e| e.to_string()))?;
         let link = link?;
         link.try_out(&memory, deadline)?;
@@ -130,10 +156,9 @@ impl Transport for NvlinkTransport {
 }
 
 fn connect(
-    group: &Group,
-    spec: WindowSpec,
+    (group, spec): (&Group, WindowSpec),
     gpu: Arc<Gpu>,
-    windows: Vec<Mapped>,
+    (windows, bulk): (Vec<Mapped>, Vec<bool>),
     (board, pacing): (Board, Option<Pacing>),
 ) -> Result<NvlinkLink> {
     let watchdog = Watchdog::start(group, board, Waits::new(spec.flags)).map_err(|e| {
@@ -144,7 +169,8 @@ fn connect(
     let ring: Arc<dyn Fn() + Send + Sync> = Arc::new(move || shared.ring());
     group.health().watch(Arc::downgrade(&ring));
     let bell: Arc<dyn Bell> = Arc::new(Held(ring));
-    Ok(NvlinkLink { group: group.clone(), spec, gpu, windows, watchdog, pacing, _bell: bell })
+    let group = group.clone();
+    Ok(NvlinkLink { group, spec, gpu, windows, bulk, watchdog, pacing, _bell: bell })
 }
 
 /// Which ranks are on `rank`'s GPU; `None` if it has that to itself.
