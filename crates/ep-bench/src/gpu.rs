@@ -1,11 +1,11 @@
 //! GPUs of this process: opened, described, probed.
 
-use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use ep_kernels::cuda::{
-    Compiler, CudaError, Device, DeviceProperties, Driver, ObserveOptions, SmObservations, SmTools,
+    Compiler, CudaError, Device, DeviceProperties, Driver, ObserveOptions, SmTools,
 };
+use ep_runtime::sched::sm_observation;
 use ep_topology::{
     CudaDevice, DeviceAttributes, Machine, PciAddress, SmCache, SmMap, SmObservation,
 };
@@ -18,38 +18,13 @@ pub fn attributes(p: &DeviceProperties) -> DeviceAttributes {
     let (domain, bus, device) = p.pci;
     DeviceAttributes {
         ordinal: p.ordinal as u32,
-        uuid: uuid(&p.uuid),
+        uuid: p.uuid_text(),
         pci: format!("{domain:08x}:{bus:02x}:{device:02x}.0").parse::<PciAddress>().ok(),
         sm_count: p.sms,
         shared_per_sm: p.shared_per_sm,
         shared_per_block: p.shared_per_block,
         l2_bytes: u64::from(p.l2_bytes),
         capability: p.capability,
-    }
-}
-
-/// As NVML writes it: `GPU-8-4-4-4-12`.
-fn uuid(bytes: &[u8; 16]) -> String {
-    let mut text = String::from("GPU");
-    for (i, byte) in bytes.iter().enumerate() {
-        if matches!(i, 0 | 4 | 6 | 8 | 10) {
-            text.push('-');
-        }
-        text.push_str(&format!("{byte:02x}"));
-    }
-    text
-}
-
-/// What the probe saw, in ep-topology's terms. Size 1 says nothing about neighbours; sizes at which
-/// nothing runs stay as 0 active clusters.
-pub fn observation(seen: &SmObservations) -> SmObservation {
-    let clustered = || seen.sizes.iter().filter(|size| size.size > 1);
-    SmObservation {
-        sm_count: seen.device.sms,
-        clusters: clustered().map(|size| (size.size, size.clusters.clone())).collect(),
-        max_active_clusters: seen.sizes.iter().map(|size| (size.size, size.max_active)).collect(),
-        together: Vec::new(),
-        left_free: seen.left_free.clone(),
     }
 }
 
@@ -85,7 +60,7 @@ fn one(
         Some(version) => version.clone(),
         None => format!("cuda-{}", device.properties().driver),
     };
-    let cache = cache_folder().map(SmCache::new);
+    let cache = SmCache::of_user();
     let cached = cache.as_ref().filter(|_| !fresh && repeat.is_none());
     let cached = cached.and_then(|cache| cache.load(&attributes.uuid, &driver));
     let map = match cached {
@@ -147,7 +122,7 @@ fn probe(device: &Device, times: u32) -> Result<(SmMap, Vec<Duration>, bool), St
 
 fn look(tools: &SmTools) -> Result<SmMap, CudaError> {
     let seen = tools.observe(&ObserveOptions::default())?;
-    SmMap::new(observation(&seen))
+    SmMap::new(sm_observation(&seen))
         .map_err(|error| CudaError::Inconsistent { operation: "SM map", reason: error.to_string() })
 }
 
@@ -160,23 +135,9 @@ fn same(a: &SmMap, b: &SmMap) -> bool {
         && a.observation().max_active_clusters == b.observation().max_active_clusters
 }
 
-/// Where SM maps are kept: beside the compiled kernels of this user.
-fn cache_folder() -> Option<PathBuf> {
-    let absolute =
-        |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
-    let root = absolute("XDG_CACHE_HOME").or_else(|| Some(absolute("HOME")?.join(".cache")))?;
-    Some(root.join("ep-runtime/sm-maps"))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn uuids_read_as_nvml_writes_them() {
-        let bytes: [u8; 16] = std::array::from_fn(|i| i as u8 * 16 + 1);
-        assert_eq!(uuid(&bytes), "GPU-01112131-4151-6171-8191-a1b1c1d1e1f1");
-    }
 
     #[test]
     fn repeated_probes_are_compared_by_domain() {

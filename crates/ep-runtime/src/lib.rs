@@ -101,7 +101,7 @@ pub use ep_transport::{
 pub use error::EpError;
 pub use event::Event;
 #[cfg(feature = "cuda")]
-pub use gpu::Tuning;
+pub use gpu::{PlanOrigin, Tuning};
 pub use handle::Handle;
 pub use node::Hierarchy;
 #[cfg(feature = "cuda")]

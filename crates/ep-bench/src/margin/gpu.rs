@@ -9,7 +9,7 @@ use ep_kernels::cuda::{
 use ep_topology::{Launch, SmObservation};
 
 use super::lab::{Held, Lab, Trial};
-use crate::gpu::observation;
+use ep_runtime::sched::sm_observation;
 use crate::{BenchError, Result};
 
 /// Bound of each wait for the GPU.
@@ -171,7 +171,7 @@ impl Lab for GpuLab {
         options.margins = 1;
         let seen = self.tools.observe(&options).map_err(failed)?;
         self.sms = seen.sm_ids.clone();
-        Ok(observation(&seen))
+        Ok(sm_observation(&seen))
     }
 
     fn left_free(&mut self, free: u32) -> Result<Vec<u32>> {

@@ -32,7 +32,7 @@ pub struct DeviceProperties {
     pub ordinal: usize,
     /// Product name.
     pub name: String,
-    /// UUID, as NVML gives it without the `GPU-`.
+    /// UUID; [`DeviceProperties::uuid_text`] writes it.
     pub uuid: [u8; 16],
     /// PCI domain, bus and device.
     pub pci: (u32, u32, u32),
@@ -74,6 +74,18 @@ impl DeviceProperties {
             cooperative: true,
             driver: Version { major: 13, minor: 0 },
         }
+    }
+
+    /// The UUID as NVML writes it: `GPU-8-4-4-4-12`.
+    pub fn uuid_text(&self) -> String {
+        let mut text = String::from("GPU");
+        for (i, byte) in self.uuid.iter().enumerate() {
+            if matches!(i, 0 | 4 | 6 | 8 | 10) {
+                text.push('-');
+            }
+            text.push_str(&format!("{byte:02x}"));
+        }
+        text
     }
 }
 
@@ -272,4 +284,16 @@ fn properties(driver: &Driver, context: &CudaContext) -> Result<DeviceProperties
         cooperative: attribute(COOPERATIVE)? != 0,
         driver: driver.version(),
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn uuids_read_as_nvml_writes_them() {
+        let uuid = std::array::from_fn(|i| i as u8 * 16 + 1);
+        let device = DeviceProperties { uuid, ..DeviceProperties::h200() };
+        assert_eq!(device.uuid_text(), "GPU-01112131-4151-6171-8191-a1b1c1d1e1f1");
+    }
 }

@@ -21,7 +21,7 @@ use crate::{Ep, EpError, Result};
 use super::machine::{Driven, Machine};
 use super::memory::{HandleSizes, Handles};
 use super::report::REPORTS;
-use super::{Gpu, GpuLane, SlotStates, Tuning};
+use super::{Gpu, GpuLane, Plans, SlotStates, Tuning};
 
 const ALIGN: usize = 256;
 /// Events made ahead: a few per operation in flight.
@@ -328,7 +328,7 @@ impl Gpu {
         Self {
             ordinal,
             shape: with_addresses(moe_shape(shape, rank), tables, side.poisoned, window),
-            tuning: Mutex::new(parts.tuning),
+            plans: Mutex::new(Plans { given: parts.tuning, ..Plans::default() }),
             sms: parts.sms,
             lanes: streams.into_iter().enumerate().map(lane).collect(),
             handles,

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use ep_kernels::PayloadKind;
-use ep_kernels::cuda::moe::{CombineArgs, MAX_BIASES, MoeOutFormat, MoeWork, MovePlan, ReduceArgs};
+use ep_kernels::cuda::moe::{CombineArgs, MAX_BIASES, MoeOutFormat, MoeWork, ReduceArgs};
 use ep_transport::Queue;
 
 use crate::combine::{CombineOpts, Combined, OP, REDUCED, WEIGHTED};
@@ -16,6 +16,7 @@ use crate::slots::Slot;
 use crate::{EpError, Event, Handle, Layout, Memory, Precision, Result};
 
 use super::machine::Point;
+use super::plans::Moving;
 use super::{Gpu, Turn};
 
 /// A combine that was submitted up to its announcement.
@@ -95,8 +96,7 @@ impl Folding {
                 to: out_format(&to),
                 weighted: opts.weighted,
             };
-            let chosen = MovePlan::reduce(&args, gpu.sms, gpu.machine.properties());
-            let plan = gpu.plan(gpu.tuning().reduce, chosen);
+            let plan = gpu.plan(Moving::Reduce, args.hidden * args.dtype.size() as u32);
             // SAFETY: the slot is this rank's, its regions are apart; addresses are of this layer.
             unsafe { gpu.submit(&turn, &MoeWork::Reduce(&plan, &args))? };
             to
@@ -136,8 +136,7 @@ impl Folding {
     fn submit_sum(&self, args: &CombineArgs) -> Result<()> {
         let (ep, gpu) = (&self.lane.ep, self.gpu());
         gpu.wait(ep, &self.turn, "combine, announcements", Phase::Posted)?;
-        let chosen = MovePlan::combine(args, gpu.sms, gpu.machine.properties());
-        let plan = gpu.plan(gpu.tuning().combine, chosen);
+        let plan = gpu.plan(Moving::Combine, args.hidden * args.dtype.size() as u32);
         // SAFETY: `out` and biases are rows of this many tokens on this GPU (checked); rows are in
         // slots whose owners announced them for this operation and keep them until Done.
         unsafe { gpu.submit(&self.turn, &MoeWork::Combine(&plan, args))? };

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use ep_kernels::PayloadKind;
 use ep_kernels::cuda::moe::{
     DispatchArgs, ExpandArgs, ExpandPlaces, IdsKind, LayoutArgs, MoeExpertFormat, MoeRowFormat,
-    MoeWork, MovePlan, PlanArgs, TailArgs,
+    MoeWork, PlanArgs, TailArgs,
 };
 use ep_transport::Queue;
 
@@ -21,6 +21,7 @@ use crate::slots::Slot;
 use crate::{Ep, EpError, Handle, Layout, Result};
 
 use super::memory::HandleMemory;
+use super::plans::Moving;
 use super::{Gpu, Turn};
 
 const OP: &str = "dispatch";
@@ -200,8 +201,7 @@ impl Sending {
             scales_stride: payload.scales.map_or(0, |s| s.stride() as u64),
             check: self.cached,
         };
-        let chosen = MovePlan::dispatch(&args, gpu.sms, gpu.machine.properties());
-        let plan = gpu.plan(gpu.tuning().dispatch, chosen);
+        let plan = gpu.plan(Moving::Dispatch, format.payload_bytes);
         // SAFETY: the payload is as many rows as the routing has tokens (checked on entry), on this
         // GPU; the targets are slots their owners offered for this operation.
         unsafe { gpu.submit(turn, &MoeWork::Dispatch(&plan, &args))? };
@@ -377,8 +377,7 @@ impl Gpu {
             unsafe { self.submit(turn, &MoeWork::Places(&places))? };
         }
         let args = ExpandArgs { shape, routing, op, row, expert: self.expert_format(ep, kind) };
-        let chosen = MovePlan::expand(&args, self.sms, self.machine.properties());
-        let plan = self.plan(self.tuning().expand, chosen);
+        let plan = self.plan(Moving::Expand, row.payload_bytes);
         // SAFETY: all addresses are of this layer's memory.
         unsafe { self.submit(turn, &MoeWork::Expand(&plan, &args)) }
     }

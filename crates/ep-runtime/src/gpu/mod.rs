@@ -14,6 +14,7 @@ mod copies;
 mod dispatch;
 mod machine;
 mod memory;
+mod plans;
 mod report;
 #[cfg(test)]
 mod sim;
@@ -32,6 +33,8 @@ pub(crate) use combine::{Folding, combine_all};
 pub(crate) use dispatch::{Sending, dispatch_all};
 pub(crate) use machine::{Machine, Point};
 pub(crate) use memory::{HandleMemory, Handles, Told};
+pub use plans::PlanOrigin;
+pub(crate) use plans::{Found, Moving, Plans};
 pub(crate) use report::Ticket;
 
 use crate::ep::Inner;
@@ -39,7 +42,8 @@ use crate::notify::{Header, Phase};
 use crate::slots::Slot;
 use crate::{EpError, Event, Result};
 
-/// How the kernels of a layer are launched; what is not said is chosen for the device.
+/// How the kernels of a layer are launched. What is not said is what tuning found (see
+/// [`Tune`](crate::sched::tune::Tune)), else what ships for the device.
 #[derive(Clone, Copy, Debug, Default)]
 #[non_exhaustive]
 pub struct Tuning {
@@ -67,13 +71,18 @@ impl Tuning {
 
     /// Whether all of it can be launched: nothing may be refused once peers count on this rank.
     fn check(&self, world: usize, device: &DeviceProperties) -> Result<()> {
-        for plan in [self.dispatch, self.expand].into_iter().flatten() {
-            plan.check_rows(world, device)?;
+        let said = |moving: &Moving| self.of(*moving).map(|plan| (*moving, plan));
+        let mut all = Moving::ALL.iter().filter_map(said);
+        all.try_for_each(|(moving, plan)| moving.check(&plan, world, device))
+    }
+
+    fn of(&self, moving: Moving) -> Option<MovePlan> {
+        match moving {
+            Moving::Dispatch => self.dispatch,
+            Moving::Expand => self.expand,
+            Moving::Reduce => self.reduce,
+            Moving::Combine => self.combine,
         }
-        for plan in [self.reduce, self.combine].into_iter().flatten() {
-            plan.check_sums(world, device)?;
-        }
-        Ok(())
     }
 }
 
@@ -84,7 +93,7 @@ pub(crate) struct Gpu {
     machine: Box<dyn Machine>,
     pub ordinal: usize,
     shape: MoeShape,
-    tuning: Mutex<Tuning>,
+    plans: Mutex<Plans>,
     sms: u32,
     lanes: Vec<GpuLane>,
     handles: Handles,
@@ -136,15 +145,27 @@ fn cuda<T>(result: std::result::Result<T, CudaError>) -> Result<T> {
 }
 
 impl Gpu {
-    fn tuning(&self) -> Tuning {
-        *self.tuning.lock()
-    }
-
     /// Other launches from now on.
     pub fn retune(&self, tuning: Tuning) -> Result<()> {
         tuning.check(self.shape.world as usize, self.machine.properties())?;
-        *self.tuning.lock() = tuning;
+        self.plans.lock().given = tuning;
         Ok(())
+    }
+
+    /// The plan for rows of `row_bytes`, and where it comes from.
+    pub fn plan_in_force(&self, moving: Moving, row_bytes: u32) -> (MovePlan, PlanOrigin) {
+        let shipped = moving.shipped(row_bytes, self.sms, self.machine.properties());
+        self.plans.lock().of(moving, row_bytes, shipped)
+    }
+
+    /// What the caller said, and what was found.
+    pub fn plans(&self) -> Plans {
+        *self.plans.lock()
+    }
+
+    /// Takes what was found, or has it forgotten.
+    pub fn set_found(&self, moving: Moving, found: Option<Found>) {
+        self.plans.lock().found[moving as usize] = found;
     }
 
     /// The most blocks of a kernel that is not tuned otherwise.
@@ -278,9 +299,9 @@ impl Gpu {
         ep.check(op, ep.link.wait(queue, op, &ep.peers, flag, ep.deadline()))
     }
 
-    /// The plan of a kernel that moves rows.
-    fn plan(&self, tuned: Option<MovePlan>, chosen: MovePlan) -> MovePlan {
-        tuned.unwrap_or(chosen)
+    /// The plan of a kernel that moves rows of `row_bytes`.
+    fn plan(&self, moving: Moving, row_bytes: u32) -> MovePlan {
+        self.plan_in_force(moving, row_bytes).0
     }
 
     /// That `address` is in this GPU's memory and aligned as bulk copies need it.

@@ -1,13 +1,12 @@
 //! The scheduler's device on CUDA: green contexts, and where clusters fit.
 
-use std::path::PathBuf;
 use std::sync::Arc;
 
 use cudarc::driver::CudaStream;
 use cudarc::driver::sys::CUstream;
 use ep_kernels::cuda::{
-    Compiler, CudaError, Device, EventPool, GreenContext, ObserveOptions, SmResource, SmTools,
-    SplitFlags, Stream,
+    Compiler, CudaError, Device, EventPool, GreenContext, ObserveOptions, SmObservations,
+    SmResource, SmTools, SplitFlags, Stream,
 };
 use ep_topology::{Launch, SmCache, SmMap, SmObservation};
 use ep_transport::Queue;
@@ -93,7 +92,7 @@ impl CudaSms {
     }
 
     fn uuid(&self) -> String {
-        uuid(&self.device.properties().uuid)
+        self.device.properties().uuid_text()
     }
 }
 
@@ -143,7 +142,7 @@ impl SmDevice for CudaSms {
     }
 
     fn map(&self) -> Result<SmMap, String> {
-        let cache = cache_folder().map(SmCache::new);
+        let cache = SmCache::of_user();
         let (uuid, driver) = (self.uuid(), format!("cuda-{}", self.device.properties().driver));
         let known = cache.as_ref().and_then(|cache| cache.load(&uuid, &driver));
         if let Some(map) = known.filter(|map| map.sm_count() == self.sms()) {
@@ -153,15 +152,7 @@ impl SmDevice for CudaSms {
             .and_then(|compiler| SmTools::load(&self.device, compiler))
             .and_then(|tools| tools.observe(&ObserveOptions::default()))
             .map_err(|e| e.to_string())?;
-        let clustered = seen.sizes.iter().filter(|size| size.size > 1);
-        let map = SmMap::new(SmObservation {
-            sm_count: seen.device.sms,
-            clusters: clustered.map(|size| (size.size, size.clusters.clone())).collect(),
-            max_active_clusters: seen.sizes.iter().map(|s| (s.size, s.max_active)).collect(),
-            together: Vec::new(),
-            left_free: seen.left_free,
-        })
-        .map_err(|e| e.to_string())?;
+        let map = SmMap::new(sm_observation(&seen)).map_err(|e| e.to_string())?;
         if let Some(Err(error)) = cache.map(|cache| cache.store(&uuid, &driver, &map)) {
             tracing::warn!("the map of SMs is not kept: {error}");
         }
@@ -169,24 +160,17 @@ impl SmDevice for CudaSms {
     }
 }
 
-/// As NVML writes it: `GPU-8-4-4-4-12`.
-pub(super) fn uuid(bytes: &[u8; 16]) -> String {
-    let mut text = String::from("GPU");
-    for (i, byte) in bytes.iter().enumerate() {
-        if matches!(i, 0 | 4 | 6 | 8 | 10) {
-            text.push('-');
-        }
-        text.push_str(&format!("{byte:02x}"));
+/// What the probe saw, in ep-topology's terms. Size 1 says nothing about neighbours; sizes at which
+/// nothing runs stay as 0 active clusters.
+pub fn sm_observation(seen: &SmObservations) -> SmObservation {
+    let clustered = || seen.sizes.iter().filter(|size| size.size > 1);
+    SmObservation {
+        sm_count: seen.device.sms,
+        clusters: clustered().map(|size| (size.size, size.clusters.clone())).collect(),
+        max_active_clusters: seen.sizes.iter().map(|size| (size.size, size.max_active)).collect(),
+        together: Vec::new(),
+        left_free: seen.left_free.clone(),
     }
-    text
-}
-
-/// Where SM maps are kept: beside the compiled kernels of this user.
-fn cache_folder() -> Option<PathBuf> {
-    let absolute =
-        |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
-    let root = absolute("XDG_CACHE_HOME").or_else(|| Some(absolute("HOME")?.join(".cache")))?;
-    Some(root.join("ep-runtime/sm-maps"))
 }
 
 /// The one carver of each GPU, so that no two layers of the process overlap.
@@ -288,12 +272,6 @@ impl Ep {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn uuids_read_as_nvml_writes_them() {
-        let bytes: [u8; 16] = std::array::from_fn(|i| i as u8 * 16 + 1);
-        assert_eq!(uuid(&bytes), "GPU-01112131-4151-6171-8191-a1b1c1d1e1f1");
-    }
 
     #[test]
     fn only_a_driver_without_partitions_means_a_margin() {

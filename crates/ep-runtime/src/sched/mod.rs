@@ -36,7 +36,7 @@ mod timeline;
 pub mod tune;
 
 #[cfg(feature = "cuda")]
-pub use cuda::ComputeStream;
+pub use cuda::{ComputeStream, sm_observation};
 #[cfg(feature = "cuda")]
 pub(crate) use cuda::{CudaReservation, reserve_on_gpu};
 pub(crate) use layer::{SmSettings, Sms};

@@ -45,7 +45,7 @@ fn corrupt_and_foreign_files_are_ignored() {
         "",
         "null",
         half,
-        &good.replace("\"version\":1", "\"version\":2"),
+        &good.replace("\"version\":2", "\"version\":3"),
         &good.replace("ep-topology SM map", "something else"),
         &good.replace(UUID, "GPU-other"),
         &good.replace(DRIVER, "1.2"),

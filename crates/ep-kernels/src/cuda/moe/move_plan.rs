@@ -62,7 +62,7 @@ impl MovePlan {
     /// One read, several writes, for rows of `row_bytes` on `sms` SMs: what was best on an H200 with
     /// two ranks. Bulk copies need the fewest SMs and suit small rows; where SMs saturate the link
     /// and rows are large, loads and stores are a little faster.
-    pub(super) fn rows(row_bytes: u32, sms: u32, device: &DeviceProperties) -> Self {
+    pub fn rows(row_bytes: u32, sms: u32, device: &DeviceProperties) -> Self {
         if device.capability < (9, 0) || (sms >= 12 && row_bytes > 8 * 1024) {
             return Self::new(sms, 16, CopyPath::LdSt { unroll: 4 });
         }
@@ -73,8 +73,8 @@ impl MovePlan {
         Self::new(sms, warps, CopyPath::Tma { stages: 2, chunk })
     }
 
-    /// Several reads, one write.
-    pub(super) fn sums(row_bytes: u32, sms: u32, device: &DeviceProperties) -> Self {
+    /// Several reads, one write, as [`MovePlan::rows`].
+    pub fn sums(row_bytes: u32, sms: u32, device: &DeviceProperties) -> Self {
         if device.capability < (9, 0) {
             return Self::new(sms, 20, CopyPath::LdSt { unroll: 4 });
         }

@@ -1,9 +1,8 @@
 //! What was found, on disk.
 
-use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU32, Ordering};
-use std::{fs, io};
+use std::path::PathBuf;
 
+use ep_topology::FileCache;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
@@ -11,7 +10,9 @@ use crate::{EpError, Result};
 
 const FORMAT: &str = "ep-runtime tuning";
 const VERSION: u32 = 1;
-const MAX_BYTES: u64 = 1 << 20;
+
+/// Environment variable with the folder of the cache; empty: no cache.
+pub const TUNE_CACHE_VARIABLE: &str = "EP_TUNE_CACHE";
 
 /// For what something was found: anything that differs is another case.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -28,6 +29,8 @@ pub struct TuneKey {
     pub row_bytes: u64,
     /// Ranks of the group.
     pub ranks: u32,
+    /// Experts of a token.
+    pub topk: u32,
     /// Tokens of a rank, as the power of two that is not less: see [`TuneKey::tokens_class`].
     pub tokens: u32,
     /// SMs it may take.
@@ -45,52 +48,44 @@ impl TuneKey {
 
     /// FNV-1a (Fowler, Noll, Vo), 64 bits: names the file. The key in it is what is believed.
     fn hash(&self) -> u64 {
-        let Self { device, name, driver, operation, row_bytes, ranks, tokens, sms, beside } = self;
+        let Self { device, name, driver, operation, row_bytes, ranks, topk, tokens, sms, beside } =
+            self;
         let text = format!(
-            "{device}\0{name}\0{driver}\0{operation}\0{row_bytes}\0{ranks}\0{tokens}\0{sms}\0{beside}"
+            "{device}\0{name}\0{driver}\0{operation}\0{row_bytes}\0{ranks}\0{topk}\0{tokens}\0{sms}\0{beside}"
         );
         text.bytes().fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
             (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
         })
+    }
+
+    fn file(&self) -> String {
+        format!("tune-{:016x}.json", self.hash())
     }
 }
 
 /// A folder of findings. Files that are corrupt, of another version or of another case are ignored with
 /// a warning.
 #[derive(Clone, Debug)]
-pub struct TuneCache {
-    folder: PathBuf,
-}
-
-#[derive(Serialize, Deserialize)]
-struct Entry<P> {
-    format: String,
-    version: u32,
-    key: TuneKey,
-    found: P,
-}
-
-/// The part that tells whether the rest can be understood.
-#[derive(Deserialize)]
-struct Header {
-    format: String,
-    version: u32,
-}
+pub struct TuneCache(FileCache);
 
 impl TuneCache {
     /// A cache in `folder`, which is created when something is stored.
     pub fn new(folder: impl Into<PathBuf>) -> Self {
-        Self { folder: folder.into() }
+        Self(FileCache::new(folder, FORMAT, VERSION))
+    }
+
+    /// The folder that [`TUNE_CACHE_VARIABLE`] names, else one in the user's cache folder. `None` where
+    /// the variable is empty or there is no such folder.
+    pub fn from_env() -> Option<Self> {
+        match std::env::var_os(TUNE_CACHE_VARIABLE) {
+            Some(folder) => (!folder.is_empty()).then(|| Self::new(folder)),
+            None => FileCache::user_folder("tuning").map(Self::new),
+        }
     }
 
     /// What is known for a case.
     pub fn load<P: DeserializeOwned>(&self, key: &TuneKey) -> Option<P> {
-        let path = self.path(key);
-        let found = read(&path).and_then(|text| text.map(|t| parse(&t, key)).transpose());
-        found.unwrap_or_else(|why| {
-            tracing::warn!(path = %path.display(), why, "ignoring a cached tuning");
-            None
-        })
+        self.0.load(&key.file(), key)
     }
 
     /// Stores what was found; readers see the old file or the new one, never a part.
@@ -98,58 +93,15 @@ impl TuneCache {
     /// # Errors
     /// When the folder or file cannot be written, or `found` not as JSON.
     pub fn store<P: Serialize>(&self, key: &TuneKey, found: &P) -> Result<()> {
-        static NEXT: AtomicU32 = AtomicU32::new(0);
-        let path = self.path(key);
-        let bad = |detail: String| EpError::argument("store tuning", detail);
-        let entry = Entry { format: FORMAT.into(), version: VERSION, key: key.clone(), found };
-        let text = serde_json::to_string(&entry).map_err(|e| bad(e.to_string()))?;
-        // A name of its own per writer: concurrent writers must not share a half-written file.
-        let number = NEXT.fetch_add(1, Ordering::Relaxed);
-        let temporary = path.with_extension(format!("{}-{number}.tmp", std::process::id()));
-        let write = || -> io::Result<()> {
-            fs::create_dir_all(&self.folder)?;
-            fs::write(&temporary, text)?;
-            fs::rename(&temporary, &path)
-        };
-        write().map_err(|error| {
-            // Best effort: what is left behind is ignored anyway.
-            let _ = fs::remove_file(&temporary);
-            bad(format!("{}: {error}", path.display()))
-        })
+        let stored = self.0.store(&key.file(), key, found);
+        stored.map_err(|e| EpError::argument("store tuning", e.to_string()))
     }
-
-    fn path(&self, key: &TuneKey) -> PathBuf {
-        self.folder.join(format!("tune-{:016x}.json", key.hash()))
-    }
-}
-
-/// The file's text; `None` if there is no file.
-fn read(path: &Path) -> Result<Option<String>, String> {
-    match fs::metadata(path) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-        Err(error) => return Err(error.to_string()),
-        Ok(data) if !data.is_file() || data.len() > MAX_BYTES => {
-            return Err("not a file of sensible size".to_owned());
-        }
-        Ok(_) => {}
-    }
-    fs::read_to_string(path).map(Some).map_err(|e| e.to_string())
-}
-
-fn parse<P: DeserializeOwned>(text: &str, key: &TuneKey) -> Result<P, String> {
-    let header: Header = serde_json::from_str(text).map_err(|e| format!("corrupt: {e}"))?;
-    if header.format != FORMAT || header.version != VERSION {
-        return Err(format!("{:?} version {}", header.format, header.version));
-    }
-    let entry: Entry<P> = serde_json::from_str(text).map_err(|e| format!("corrupt: {e}"))?;
-    if entry.key != *key {
-        return Err(format!("of another case: {:?}", entry.key));
-    }
-    Ok(entry.found)
 }
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::*;
 
     #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -168,6 +120,7 @@ mod tests {
             operation: "dispatch".into(),
             row_bytes: 14336,
             ranks: 2,
+            topk: 8,
             tokens: TuneKey::tokens_class(8000),
             sms: 16,
             beside: false,
@@ -209,6 +162,7 @@ mod tests {
             TuneKey { operation: "combine".into(), ..key() },
             TuneKey { row_bytes: 7168, ..key() },
             TuneKey { ranks: 8, ..key() },
+            TuneKey { topk: 4, ..key() },
             TuneKey { tokens: TuneKey::tokens_class(128), ..key() },
             TuneKey { sms: 8, ..key() },
             TuneKey { beside: true, ..key() },
@@ -219,7 +173,7 @@ mod tests {
         let newer = Plan { warps: 8, ..PLAN };
         cache.store(&key(), &newer).unwrap();
         assert_eq!(cache.load(&key()), Some(newer));
-        assert_eq!(fs::read_dir(&cache.folder).unwrap().count(), 1, "no temporary file is left");
+        assert_eq!(fs::read_dir(cache.0.folder()).unwrap().count(), 1, "no temporary file is left");
     }
 
     #[test]
@@ -227,10 +181,10 @@ mod tests {
         let folder = Folder::new("corrupt");
         let cache = folder.cache();
         cache.store(&key(), &PLAN).unwrap();
-        let path = cache.path(&key());
+        let path = cache.0.folder().join(key().file());
         let good = fs::read_to_string(&path).unwrap();
         let foreign = good.replace("GPU-1", "GPU-9");
-        let huge = " ".repeat(MAX_BYTES as usize + 1);
+        let huge = " ".repeat((4 << 20) + 1);
         let bad = [
             "",
             "{",
