@@ -62,122 +62,6 @@ typedef const MoeSumsParams &Params;
 #define PER_EXPERT 1
 #define LOCAL 2
 
-#define BF16 0
-#define F16 1
-#define F32 2
-
-// Sixteen bytes as numbers: eight halves or four floats.
-template <int DTYPE>
-struct Wide {
-    static const int count = DTYPE == F32 ? 4 : 8;
-    float at[count];
-};
-
-__device__ inline float sums_half(u32 bits) {
-    float value;
-    asm("{ .reg .b16 h; cvt.u16.u32 h, %1; cvt.f32.f16 %0, h; }" : "=f"(value) : "r"(bits));
-    return value;
-}
-
-template <int DTYPE>
-__device__ inline Wide<DTYPE> sums_widen(EpQuad q) {
-    Wide<DTYPE> wide;
-    u32 words[4] = {q.x, q.y, q.z, q.w};
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        if (DTYPE == F32) {
-            wide.at[i] = __uint_as_float(words[i]);
-        } else if (DTYPE == BF16) {
-            wide.at[(2 * i) % Wide<DTYPE>::count] = __uint_as_float(words[i] << 16);
-            wide.at[(2 * i + 1) % Wide<DTYPE>::count] = __uint_as_float(words[i] & 0xffff0000u);
-        } else {
-            wide.at[(2 * i) % Wide<DTYPE>::count] = sums_half(words[i] & 0xffff);
-            wide.at[(2 * i + 1) % Wide<DTYPE>::count] = sums_half(words[i] >> 16);
-        }
-    }
-    return wide;
-}
-
-template <int DTYPE>
-__device__ inline u32 sums_pair(float low, float high) {
-    u32 pair;
-    if (DTYPE == BF16)
-        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    else
-        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    return pair;
-}
-
-// Whether one of eight numbers is NaN.
-__device__ inline bool sums_any_nan(const float *at) {
-    u32 any;
-    asm("{ .reg .pred p;\n"
-        "setp.nan.f32 p, %1, %2;\n"
-        "setp.nan.or.f32 p, %3, %4, p;\n"
-        "setp.nan.or.f32 p, %5, %6, p;\n"
-        "setp.nan.or.f32 p, %7, %8, p;\n"
-        "selp.u32 %0, 1, 0, p; }"
-        : "=r"(any)
-        : "f"(at[0]), "f"(at[1]), "f"(at[2]), "f"(at[3]), "f"(at[4]), "f"(at[5]), "f"(at[6]), "f"(at[7]));
-    return any != 0;
-}
-
-template <int DTYPE>
-__device__ inline EpQuad sums_narrow(const Wide<DTYPE> &wide) {
-    u32 words[4];
-    if (DTYPE == F32) {
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-            words[i] = wide.at[i] != wide.at[i] ? 0x7fc00000u : __float_as_uint(wide.at[i]);
-        return EpQuad{words[0], words[1], words[2], words[3]};
-    }
-    const int count = Wide<DTYPE>::count;
-#pragma unroll
-    for (int i = 0; i < 4; i++) words[i] = sums_pair<DTYPE>(wide.at[(2 * i) % count], wide.at[(2 * i + 1) % count]);
-    if (sums_any_nan(wide.at)) {
-        const u32 nan = DTYPE == BF16 ? 0x7fc0 : 0x7e00;
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            float low = wide.at[(2 * i) % count], high = wide.at[(2 * i + 1) % count];
-            if (low != low) words[i] = (words[i] & 0xffff0000u) | nan;
-            if (high != high) words[i] = (words[i] & 0xffff) | nan << 16;
-        }
-    }
-    return EpQuad{words[0], words[1], words[2], words[3]};
-}
-
-// How a row joins a sum.
-enum Term { FIRST, NEXT };
-
-// The first row is taken as it is, others are added.
-template <int DTYPE, Term TERM, bool WEIGHTED>
-__device__ inline void sums_add(Wide<DTYPE> &sum, EpQuad q, float weight) {
-    Wide<DTYPE> wide = sums_widen<DTYPE>(q);
-#pragma unroll
-    for (int i = 0; i < Wide<DTYPE>::count; i++) {
-        float term = WEIGHTED ? __fmul_rn(weight, wide.at[i]) : wide.at[i];
-        sum.at[i] = TERM == FIRST ? term : __fadd_rn(sum.at[i], term);
-    }
-}
-
-// Adds one row's vectors, held or fetched by `get`, where `here` says there are some.
-template <int DTYPE, int VECTORS, typename Get, typename Here>
-__device__ inline void sums_add_row(Wide<DTYPE> *sum, bool first, bool weighted, float weight, Get get, Here here) {
-#define SUMS_EACH(TERM, WEIGHTED)                                        \
-    _Pragma("unroll") for (int v = 0; v < VECTORS; v++) if (here(v))    \
-        sums_add<DTYPE, TERM, WEIGHTED>(sum[v], get(v), weight)
-    if (weighted && first) {
-        SUMS_EACH(FIRST, true);
-    } else if (weighted) {
-        SUMS_EACH(NEXT, true);
-    } else if (first) {
-        SUMS_EACH(FIRST, false);
-    } else {
-        SUMS_EACH(NEXT, false);
-    }
-#undef SUMS_EACH
-}
-
 __device__ bool sums_may_run(Params p) {
     if (!p.check) return !moe_poisoned(p.shape, ((const MoeHandleHeader *)p.routing.header)->status != 0);
     bool poisoned = moe_poisoned(p.shape), agreed = moe_agreed(p.shape, p.op);
@@ -283,35 +167,95 @@ struct Sources {
     u32 rows;
 };
 
-__device__ inline Sources sums_sources(Params p, const u64 *table, u32 token) {
+// Where a token's rows are, as far as that is known without waiting for what was loaded.
+struct Lookup {
+    u64 address;
+    int rank;
+    u32 index;
+};
+
+__device__ inline Lookup sums_look_up(Params p, const u64 *table, u32 token) {
+    u32 lane = threadIdx.x & 31;
+    Lookup found = {0, -1, 0};
+    if (p.mode == PER_RANK) {
+        u64 at = (u64)token * p.shape.fan_out + lane;
+        if (lane < p.shape.fan_out) {
+            found.rank = ((const int *)p.routing.dest_rank)[at];
+            found.index = ((const u32 *)p.routing.dest_index)[at];
+        }
+    } else {
+        int which;
+        found.address = sums_row(p, table, token, lane, which);
+    }
+    return found;
+}
+
+__device__ inline Sources sums_found(Params p, const u64 *table, u32 token, const Lookup &found) {
     u32 lane = threadIdx.x & 31, width = sums_width(p);
     Sources s;
-    int which;
-    s.address = sums_row(p, table, token, lane, which);
+    s.address = found.rank < 0 ? found.address : table[found.rank] + (u64)found.index * p.from.stride;
     s.rows = __popc(__ballot_sync(0xffffffffu, s.address != 0));
     if (s.rows == 32 && width > 32) {
+        int which;
         for (u32 j = 32; j < width && sums_row(p, table, token, j, which); j++) s.rows++;
     }
+    if (lane >= s.rows && lane < s.rows + p.biases) s.address = sums_bias(p, lane - s.rows, token);
     return s;
 }
 
-// The address of source `j` of a token: the warp's lanes hold the first 32 rows.
+// The address of source `j` of a token: the warp's lanes hold the first 32.
 __device__ inline u64 sums_source(Params p, const u64 *table, const Sources &s, u32 token, u32 j) {
     u64 address = __shfl_sync(0xffffffffu, s.address, j & 31);
     int which;
-    if (j >= s.rows) return sums_bias(p, j - s.rows, token);
-    return j < 32 ? address : sums_row(p, table, token, j, which);
+    if (j < 32) return address;
+    return j < s.rows ? sums_row(p, table, token, j, which) : sums_bias(p, j - s.rows, token);
 }
 
 #if __CUDA_ARCH__ >= 900
 // Tokens whose rows have been counted ahead of their sums, at most.
 #define SUMS_AHEAD 8
 
+// A warp's stages: a ring that is loaded at one end and taken from at the other.
+template <int STAGES>
+struct Ring {
+    u32 in, out, parity, pending;
+
+    __device__ u32 load(u32 j) const { return in + j < STAGES ? in + j : in + j - STAGES; }
+
+    __device__ void loaded(u32 count) {
+        in = load(count);
+        pending += count;
+    }
+
+    // Waits for the `j`-th stage from the end that is taken from, which has been loaded.
+    __device__ u32 wait(u32 barriers, u32 j) const {
+        u32 stage = out + j, phase = parity;
+        if (stage >= STAGES) {
+            stage -= STAGES;
+            phase ^= 1;
+        }
+        ep_barrier_wait(barriers + 8 * stage, phase);
+        return stage;
+    }
+
+    // All lanes have read them.
+    __device__ void taken(u32 count) {
+        out += count;
+        if (out >= STAGES) {
+            out -= STAGES;
+            parity ^= 1;
+        }
+        pending -= count;
+    }
+};
+
 // VECTORS 16-byte vectors per lane make a piece.
 template <int DTYPE, int VECTORS, int STAGES>
 __device__ void sums_tma(Params p) {
     extern __shared__ __align__(128) unsigned char shared[];
     const u32 chunk = 512 * VECTORS;
+    // Fewer loads at a time cost more instructions, more leave stages empty.
+    const u32 batch = STAGES >= 4 ? 2 : 1;
     u32 warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x & 31;
     u64 *table = (u64 *)(shared + (u64)warps * STAGES * chunk);
     u64 *barriers = table + (p.mode == LOCAL ? 2 : p.shape.world);
@@ -320,8 +264,8 @@ __device__ void sums_tma(Params p) {
     sums_fill_table(p, table);
     u32 buffer = ep_shared(shared) + warp * STAGES * chunk;
     u32 barrier = ep_shared(barriers) + warp * STAGES * 8;
-    if (lane == 0) {
-        for (int s = 0; s < STAGES; s++) ep_barrier_init(barrier + 8 * s);
+    if (lane < STAGES) {
+        ep_barrier_init(barrier + 8 * lane);
         ep_barriers_ready();
     }
     __syncwarp();
@@ -339,16 +283,20 @@ __device__ void sums_tma(Params p) {
     // Two walks over the same (item, piece, source) sequence: one loads, one adds. The first tells
     // the second how many rows each token has.
     EpWalk ahead = ep_walk(spans), walk = ahead;
-    u32 piece_ahead = 0, source_ahead = 0, loaded = 0, taken = 0, told = 0, heard = 0;
-    Sources fetching = {0, 0}, following = {0, 0};
+    Ring<STAGES> ring = {0, 0, 0, 0};
+    u32 piece_ahead = 0, source_ahead = 0, told = 0, heard = 0;
+    Sources fetching = {0, 0};
     // The places of the item behind are looked up while this one is loaded.
-    if (ahead.row < tokens) following = sums_sources(p, table, ahead.row);
+    Lookup following = {0, -1, 0};
+    if (ahead.row < tokens) following = sums_look_up(p, table, ahead.row);
     bool fresh = true;
+    // Loads as much as there is room for. Afterwards all stages are full, or all sources of the item
+    // that is being added have been loaded.
     auto pump = [&]() {
-        while (loaded - taken < STAGES - 1 && ahead.row < tokens) {
+        while (ahead.row < tokens) {
             if (fresh) {
                 if (told - heard >= SUMS_AHEAD) return;
-                fetching = following;
+                fetching = sums_found(p, table, ahead.row, following);
                 if (lane == 0) counted[told % SUMS_AHEAD] = fetching.rows;
                 told++;
                 piece_ahead = ahead.part * p.span;
@@ -356,22 +304,79 @@ __device__ void sums_tma(Params p) {
                 fresh = false;
                 EpWalk next = ahead;
                 ep_step(next);
-                if (next.row < tokens) following = sums_sources(p, table, next.row);
+                if (next.row < tokens) following = sums_look_up(p, table, next.row);
             }
-            u32 all = fetching.rows + p.biases;
-            if (source_ahead < all) {
-                u64 from = sums_source(p, table, fetching, ahead.row, source_ahead++) + (u64)piece_ahead * chunk;
-                u32 s = loaded++ % STAGES;
-                if (lane == 0) ep_bulk_load(buffer + s * chunk, from, bytes_of(piece_ahead), barrier + 8 * s);
-            }
-            if (source_ahead >= all) {
-                source_ahead = 0;
-                if (all == 0 || ++piece_ahead >= end_of(ahead.part)) {
-                    ep_step(ahead);
-                    fresh = true;
+            u32 all = fetching.rows + p.biases, now = all - source_ahead, room = STAGES - ring.pending;
+            if (now > room) now = room;
+            if (now == 0 && all > 0) return;
+            u32 bytes = bytes_of(piece_ahead);
+            u64 offset = (u64)piece_ahead * chunk;
+            if (all <= 32) {
+                // Each lane asks for the source it holds.
+                u32 j = lane - source_ahead, s = ring.load(j);
+                if (j < now) ep_bulk_load(buffer + s * chunk, fetching.address + offset, bytes, barrier + 8 * s);
+            } else {
+                for (u32 j = 0; j < now; j++) {
+                    u64 from = sums_source(p, table, fetching, ahead.row, source_ahead + j) + offset;
+                    u32 s = ring.load(j);
+                    if (lane == 0) ep_bulk_load(buffer + s * chunk, from, bytes, barrier + 8 * s);
                 }
             }
+            ring.loaded(now);
+            source_ahead += now;
+            if (source_ahead < all) return;
+            source_ahead = 0;
+            if (all == 0 || ++piece_ahead >= end_of(ahead.part)) {
+                ep_step(ahead);
+                fresh = true;
+            }
         }
+    };
+    // All lanes have read `count` stages before they are loaded anew.
+    auto give_back = [&](u32 count) {
+        ring.taken(count);
+        if (STAGES - ring.pending < batch) return;
+        __syncwarp();
+        pump();
+    };
+    // Adds `all` sources, the first `rows` of which are rows: `vectors` of this lane in a piece.
+    auto add = [&](u32 token, u32 rows, u32 all, float my_weight, u64 to, u32 vectors) {
+        auto here = [=](int v) { return v < (int)vectors; };
+        EpQuad done[VECTORS];
+        if (DTYPE != F32 && rows == 2 && all == 2 && !p.weighted) {
+            u32 one = buffer + ring.wait(barrier, 0) * chunk + 16 * lane;
+            u32 two = buffer + ring.wait(barrier, 1) * chunk + 16 * lane;
+#pragma unroll
+            for (int v = 0; v < VECTORS; v++) {
+                if (!here(v)) continue;
+                EpQuad a = ep_load_shared(one + 512 * v), b = ep_load_shared(two + 512 * v);
+                done[v] = EpQuad{sums_pair_sum<DTYPE>(a.x, b.x), sums_pair_sum<DTYPE>(a.y, b.y),
+                                 sums_pair_sum<DTYPE>(a.z, b.z), sums_pair_sum<DTYPE>(a.w, b.w)};
+            }
+            give_back(2);
+            sums_store<DTYPE, VECTORS>(to, done, here);
+            return;
+        }
+        Wide<DTYPE> sum[VECTORS];
+#pragma unroll
+        for (int v = 0; v < VECTORS; v++)
+#pragma unroll
+            for (int i = 0; i < Wide<DTYPE>::count; i++) sum[v].at[i] = 0.0f;
+        for (u32 j = 0; j < all; j++) {
+            bool weighted = p.weighted && j < rows;
+            float weight = 1.0f;
+            if (weighted) {
+                weight = __shfl_sync(0xffffffffu, my_weight, j & 31);
+                if (j >= 32) weight = sums_weight(p, token, j);
+            }
+            u32 from = buffer + ring.wait(barrier, 0) * chunk + 16 * lane;
+            auto get = [&](int v) { return ep_load_shared(from + 512 * v); };
+            sums_add_row<DTYPE, VECTORS>(sum, j == 0 && rows > 0, weighted, weight, get, here);
+            give_back(1);
+        }
+#pragma unroll
+        for (int v = 0; v < VECTORS; v++) done[v] = sums_narrow<DTYPE>(sum[v]);
+        sums_store<DTYPE, VECTORS>(to, done, here);
     };
     while (walk.row < tokens) {
         pump();
@@ -382,39 +387,9 @@ __device__ void sums_tma(Params p) {
         __syncwarp();
         float my_weight = p.weighted && lane < rows ? sums_weight(p, token, lane) : 0.0f;
         for (u32 piece = walk.part * p.span; piece < end_of(walk.part); piece++) {
-            Wide<DTYPE> sum[VECTORS];
-#pragma unroll
-            for (int v = 0; v < VECTORS; v++)
-#pragma unroll
-                for (int i = 0; i < Wide<DTYPE>::count; i++) sum[v].at[i] = 0.0f;
             u32 bytes = bytes_of(piece);
-            for (u32 j = 0; j < all; j++) {
-                u32 stage = taken % STAGES;
-                bool weighted = p.weighted && j < rows;
-                float weight = 1.0f;
-                if (weighted) {
-                    weight = __shfl_sync(0xffffffffu, my_weight, j & 31);
-                    if (j >= 32) weight = sums_weight(p, token, j);
-                }
-                ep_barrier_wait(barrier + 8 * stage, (taken / STAGES) & 1);
-                u32 from = buffer + stage * chunk + 16 * lane;
-                auto get = [&](int v) { return ep_load_shared(from + 512 * v); };
-                auto here = [&](int v) { return 512 * v + 16 * lane < bytes; };
-                auto whole = [&](int) { return true; };
-                bool first = j == 0 && rows > 0;
-                if (bytes == chunk)
-                    sums_add_row<DTYPE, VECTORS>(sum, first, weighted, weight, get, whole);
-                else
-                    sums_add_row<DTYPE, VECTORS>(sum, first, weighted, weight, get, here);
-                taken++;
-                // All lanes have read this stage before it is loaded anew.
-                __syncwarp();
-                pump();
-            }
             u64 to = sums_out(p, table, token) + (u64)piece * chunk + 16 * lane;
-#pragma unroll
-            for (int v = 0; v < VECTORS; v++)
-                if (512 * v + 16 * lane < bytes) ep_store(to + 512 * v, sums_narrow<DTYPE>(sum[v]));
+            add(token, rows, all, my_weight, to, bytes > 16 * lane ? (bytes - 16 * lane + 511) / 512 : 0);
         }
         if ((p.weights_home || p.mode == LOCAL) && walk.part == 0) sums_weights(p, table, token);
         ep_step(walk);
@@ -432,7 +407,7 @@ __device__ void sums_ldst(Params p) {
     u32 tokens = sums_tokens(p), quads = p.row_bytes / 16;
     for (u64 token = blockIdx.x * warps + warp; token < tokens; token += (u64)gridDim.x * warps) {
         u64 to = sums_out(p, table, token);
-        Sources s = sums_sources(p, table, token);
+        Sources s = sums_found(p, table, token, sums_look_up(p, table, token));
         for (u32 base = 0; base < quads; base += 32 * UNROLL) {
             u32 q = base + lane;
             Wide<DTYPE> sum[UNROLL];
@@ -452,9 +427,10 @@ __device__ void sums_ldst(Params p) {
                 auto here = [&](int u) { return q + 32 * u < quads; };
                 sums_add_row<DTYPE, UNROLL>(sum, j == 0 && s.rows > 0, weighted, weight, get, here);
             }
+            EpQuad done[UNROLL];
 #pragma unroll
-            for (int u = 0; u < UNROLL; u++)
-                if (q + 32 * u < quads) ep_store(to + 16ull * (q + 32 * u), sums_narrow<DTYPE>(sum[u]));
+            for (int u = 0; u < UNROLL; u++) done[u] = sums_narrow<DTYPE>(sum[u]);
+            sums_store<DTYPE, UNROLL>(to + 16ull * q, done, [&](int u) { return q + 32 * u < quads; });
         }
         if (p.weights_home || p.mode == LOCAL) sums_weights(p, table, token);
     }
@@ -489,6 +465,8 @@ __device__ void sums_tma(Params p) {}
 SUMS_TMA(2, 4, 512)
 SUMS_TMA(7, 3, 512)
 SUMS_TMA(7, 4, 512)
+SUMS_TMA(7, 6, 320)
+SUMS_TMA(4, 6, 512)
 SUMS_TMA(14, 2, 256)
 SUMS_TMA(14, 3, 256)
 #undef SUMS_TMA

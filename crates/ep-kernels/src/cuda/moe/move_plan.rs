@@ -39,7 +39,7 @@ pub struct MovePlan {
 /// The unrolls there are kernels for.
 pub const UNROLLS: [u32; 4] = [1, 2, 4, 7];
 /// The (vectors, stages) of 512-byte vectors per lane there are summing kernels for.
-pub const SUM_SHAPES: [(u32, u32); 5] = [(2, 4), (7, 3), (7, 4), (14, 2), (14, 3)];
+pub const SUM_SHAPES: [(u32, u32); 7] = [(2, 4), (4, 6), (7, 3), (7, 4), (7, 6), (14, 2), (14, 3)];
 pub(super) const ROW_STAGES: [u32; 3] = [2, 3, 4];
 /// Threads that a summing kernel with so many vectors in flight may have.
 const SUM_THREADS: [u32; 4] = [1024, 1024, 640, 384];
@@ -78,7 +78,7 @@ impl MovePlan {
         if device.capability < (9, 0) {
             return Self::new(sms, 20, CopyPath::LdSt { unroll: 4 });
         }
-        let (vectors, stages, warps) = if row_bytes <= 1024 { (2, 4, 16) } else { (7, 3, 16) };
+        let (vectors, stages, warps) = if row_bytes <= 1024 { (2, 4, 16) } else { (7, 4, 15) };
         Self::new(sms, warps, CopyPath::Tma { stages, chunk: 512 * vectors })
     }
 
@@ -151,8 +151,17 @@ impl MovePlan {
                 OP,
                 format!("{} warps; a block that copies in bulk has up to 16", self.warps),
             ),
-            (CopyPath::Tma { chunk, .. }, Mover::Sums) if chunk == 14 * 512 && self.warps > 8 => {
-                invalid(OP, format!("{} warps; with pieces of {chunk} bytes up to 8", self.warps))
+            (CopyPath::Tma { stages, chunk }, Mover::Sums)
+                if self.warps > sum_warps(chunk, stages) =>
+            {
+                let most = sum_warps(chunk, stages);
+                invalid(
+                    OP,
+                    format!(
+                        "{} warps; with {stages} stages of {chunk} bytes up to {most}",
+                        self.warps
+                    ),
+                )
             }
             (CopyPath::LdSt { unroll }, _) if !UNROLLS.contains(&unroll) => {
                 invalid(OP, format!("unroll {unroll}; there are {UNROLLS:?}"))
@@ -174,6 +183,15 @@ impl MovePlan {
                 }
             }
         }
+    }
+}
+
+/// Warps that the summing kernel of a shape may have.
+fn sum_warps(chunk: u32, stages: u32) -> u32 {
+    match (chunk / 512, stages) {
+        (14, _) => 8,
+        (7, 6) => 10,
+        _ => 16,
     }
 }
 

@@ -19,6 +19,8 @@ use crate::cuda::stream::Stream;
 
 pub(crate) const MOE_HEADER: (&str, &str, &[crate::cuda::source::Layout]) =
     ("moe.cuh", include_str!("../../../kernels/moe.cuh"), &SHARED);
+const NUMBERS_HEADER: (&str, &str, &[crate::cuda::source::Layout]) =
+    ("numbers.cuh", include_str!("../../../kernels/numbers.cuh"), &[]);
 const TMA_HEADER: (&str, &str, &[crate::cuda::source::Layout]) =
     ("tma.cuh", include_str!("../../../kernels/tma.cuh"), &[]);
 
@@ -65,6 +67,8 @@ pub(crate) static SUMS: KernelSource = KernelSource {
         "moe_sum_tma2x4",
         "moe_sum_tma7x3",
         "moe_sum_tma7x4",
+        "moe_sum_tma7x6",
+        "moe_sum_tma4x6",
         "moe_sum_tma14x2",
         "moe_sum_tma14x3",
         "moe_sum_ld1",
@@ -72,7 +76,7 @@ pub(crate) static SUMS: KernelSource = KernelSource {
         "moe_sum_ld4",
         "moe_sum_ld7",
     ],
-    shared: &[MOE_HEADER, TMA_HEADER],
+    shared: &[MOE_HEADER, TMA_HEADER, NUMBERS_HEADER],
     text: include_str!("../../../kernels/sums.cu"),
     layouts: &[layout!(MoeSumsParams {
         shape,
