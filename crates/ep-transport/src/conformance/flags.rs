@@ -70,17 +70,19 @@ pub(super) fn flags_are_independent(rank: Rank) -> Outcome {
 }
 
 /// Flag 0 comes only after flag 1 was answered: a thread waiting for one must not keep another
-/// from waiting for the other.
+/// from waiting for the other. Where operations are on streams, each thread has one of its own.
 pub(super) fn threads_wait_on_different_flags(rank: Rank) -> Outcome {
     let world = rank.world();
     let (next, before) = ((rank.rank() + 1) % world, (rank.rank() + world - 1) % world);
     let end = rank.open(64, 3)?;
+    let (first, second) = (end.beside()?, end.beside()?);
+    rank.barrier()?;
     for _ in 0..100 {
         std::thread::scope(|scope| {
-            let slow = scope.spawn(|| end.wait(&[before], 0));
+            let slow = scope.spawn(|| first.wait(&[before], 0));
             let quick = scope.spawn(|| {
-                end.wait(&[before], 1)?;
-                end.signal(before, 2)
+                second.wait(&[before], 1)?;
+                second.signal(before, 2)
             });
             std::thread::yield_now();
             end.signal(next, 1)?;

@@ -10,8 +10,8 @@ pub(super) fn links_of_one_group_are_independent(rank: Rank) -> Outcome {
     let (me, all) = (rank.rank(), rank.all());
     let small = rank.open(256, 1)?;
     let large = rank.open(70_000, 3)?;
-    small.fill(0, 256, seed(1, me, 0));
-    large.fill(0, 70_000, seed(2, me, 0));
+    small.fill(0, 256, seed(1, me, 0))?;
+    large.fill(0, 70_000, seed(2, me, 0))?;
     small.signal_all(&all, 0)?;
     rank.barrier()?;
     for &peer in &all {
@@ -34,7 +34,7 @@ pub(super) fn drops_in_any_order(rank: Rank) -> Outcome {
     let (me, all) = (rank.rank(), rank.all());
     let first = rank.open(4_096, 2)?;
     let second = rank.open(4_096, 2)?;
-    second.fill(0, 2_048, seed(0, me, 0));
+    second.fill(0, 2_048, seed(0, me, 0))?;
     if me % 2 == 0 {
         drop(first);
         drop(rank);
@@ -63,7 +63,7 @@ pub(super) fn signals_outlive_their_source(rank: Rank) -> Outcome {
     let end = rank.open(2 * BYTES, 2)?;
     rank.barrier()?;
     if rank.rank() == last {
-        end.fill(0, BYTES, seed(0, last, 0));
+        end.fill(0, BYTES, seed(0, last, 0))?;
         for peer in 0..last {
             end.send(peer, 0, BYTES, BYTES)?;
             end.signal(peer, 0)?;

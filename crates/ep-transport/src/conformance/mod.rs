@@ -17,6 +17,7 @@
 //! One whose ranks are processes starts [`Check::worlds`] processes for each of [`CHECKS`], in
 //! each of which [`rank_main`] does one rank's part.
 
+mod access;
 mod aids;
 mod failures;
 mod flags;
@@ -33,6 +34,20 @@ pub type Member = (Group, Box<dyn Transport>);
 
 /// How long the suite waits for what must happen.
 pub const LIMIT: Duration = Duration::from_secs(20);
+
+/// Where the operations of a check take their turn.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Queues {
+    /// On the host queue.
+    #[default]
+    Host,
+    /// On streams of the GPU that has the windows: for links with a [`Link::stream_side`]. Stores
+    /// and loads are copies in the order of the stream.
+    ///
+    /// [`Link::stream_side`]: crate::Link::stream_side
+    Streams,
+}
 
 /// One property, checked by all ranks of a group together.
 #[derive(Clone, Copy, Debug)]
@@ -138,11 +153,24 @@ pub fn run(name: &str, make: impl Fn(usize) -> Vec<Member>) -> Result<(), String
 /// # Errors
 /// As [`run`].
 pub fn run_members(name: &str, members: Vec<Member>, limit: Duration) -> Result<(), String> {
+    run_members_on(name, members, limit, Queues::Host)
+}
+
+/// [`run_members`] with operations on queues of a kind.
+///
+/// # Errors
+/// As [`run`].
+pub fn run_members_on(
+    name: &str,
+    members: Vec<Member>,
+    limit: Duration,
+    queues: Queues,
+) -> Result<(), String> {
     let parts = std::thread::scope(|scope| {
         let ranks: Vec<_> = members
             .into_iter()
             .map(|(group, transport)| {
-                scope.spawn(move || rank_main(name, group, &*transport, limit))
+                scope.spawn(move || rank_main_on(name, group, &*transport, limit, queues))
             })
             .collect();
         ranks.into_iter().map(|rank| rank.join()).collect::<Vec<_>>()
@@ -169,7 +197,21 @@ pub fn rank_main(
     transport: &dyn Transport,
     limit: Duration,
 ) -> Result<(), String> {
-    (find(name)?.part)(Rank { group, transport, limit })
+    rank_main_on(name, group, transport, limit, Queues::Host)
+}
+
+/// [`rank_main`] with operations on queues of a kind.
+///
+/// # Errors
+/// As [`run`].
+pub fn rank_main_on(
+    name: &str,
+    group: Group,
+    transport: &dyn Transport,
+    limit: Duration,
+    queues: Queues,
+) -> Result<(), String> {
+    (find(name)?.part)(Rank { group, transport, limit, queues })
 }
 
 fn find(name: &str) -> Result<&'static Check, String> {

@@ -1,7 +1,7 @@
 //! Memory: sizes, contents, and the order of data and flags.
 
 use super::Outcome;
-use super::aids::{End, Rank, ensure, expect_at, seed};
+use super::aids::{End, Rank, ensure, seed};
 use crate::Reach;
 
 const DATA: u32 = 0;
@@ -14,26 +14,28 @@ pub(super) fn windows_are_zeroed_disjoint_and_sized(rank: Rank) -> Outcome {
         let own = end.link.window();
         ensure!(own.bytes == bytes, "the window has {} of {bytes} bytes", own.bytes);
         ensure!((own.base.as_ptr() as usize).is_multiple_of(4096), "not aligned to a page");
-        for i in 0..bytes {
-            // SAFETY: inside the window, which nobody writes before the barrier below.
-            let byte = unsafe { own.base.as_ptr().add(i).read() };
-            ensure!(byte == 0, "byte {i} starts as {byte}");
-        }
+        let first = end.read(&own, 0, bytes)?;
+        let dirty = first.iter().position(|&byte| byte != 0);
+        ensure!(dirty.is_none(), "byte {dirty:?} starts as something else than 0");
         for peer in rank.all() {
             for flag in 0..3 {
                 ensure!(!end.link.ready(&[peer], flag), "flag {flag} of rank {peer} starts set");
             }
         }
         rank.barrier()?;
-        end.fill(0, bytes, seed(bytes, rank.rank(), 0));
+        end.fill(0, bytes, seed(bytes, rank.rank(), 0))?;
+        // On a stream it is there once the own window has been looked at.
+        end.expect(0, bytes, seed(bytes, rank.rank(), 0), "the own window")?;
         rank.barrier()?;
         for peer in rank.all() {
             match end.link.reach(peer) {
                 Reach::Direct(theirs) => {
                     ensure!(theirs.bytes == bytes, "rank {peer}'s has {} bytes", theirs.bytes);
-                    expect_at(&theirs, 0, bytes, seed(bytes, peer, 0), "a peer's window")?;
+                    end.expect_at(&theirs, 0, bytes, seed(bytes, peer, 0), "a peer's window")?;
                 }
-                Reach::Bulk | Reach::Paired => ensure!(peer != rank.rank(), "the own window is not direct"),
+                Reach::Bulk | Reach::Paired => {
+                    ensure!(peer != rank.rank(), "the own window is not direct")
+                }
             }
         }
         rank.barrier()?;
@@ -50,13 +52,13 @@ fn exchange(rank: &Rank, end: &End, round: usize, piece: usize) -> Outcome {
     end.signal_all(&all, READY)?;
     for &peer in &all {
         let bytes = size(me, peer);
-        end.fill(peer * piece, bytes, seed(round, me, peer));
-        end.wait(&[peer], READY)?;
+        end.fill(peer * piece, bytes, seed(round, me, peer))?;
+        end.order(&[peer], READY)?;
         end.send(peer, peer * piece, (all.len() + me) * piece, bytes)?;
         end.signal(peer, DATA)?;
     }
     end.flush()?;
-    end.wait(&all, DATA)?;
+    end.order(&all, DATA)?;
     for &peer in &all {
         let what = format!("round {round}, from rank {peer}");
         end.expect((all.len() + peer) * piece, size(peer, me), seed(round, peer, me), &what)?;
@@ -87,17 +89,17 @@ pub(super) fn reads_before_signal_are_not_overwritten(rank: Rank) -> Outcome {
     let (me, all) = (rank.rank(), rank.all());
     let end = rank.open(BYTES, 2)?;
     rank.paced(500, |round| {
-        end.fill(0, BYTES, seed(round, me, 0));
+        end.fill(0, BYTES, seed(round, me, 0))?;
         end.signal_all(&all, DATA)?;
         for &peer in &all {
-            end.wait(&[peer], DATA)?;
+            end.order(&[peer], DATA)?;
             if let Reach::Direct(theirs) = end.link.reach(peer) {
                 let what = format!("round {round}, read from rank {peer}");
-                expect_at(&theirs, 0, BYTES, seed(round, peer, 0), &what)?;
+                end.expect_at(&theirs, 0, BYTES, seed(round, peer, 0), &what)?;
             }
             end.signal(peer, READY)?;
         }
-        end.wait(&all, READY)
+        end.order(&all, READY)
     })?;
     rank.barrier()
 }
@@ -108,15 +110,15 @@ pub(super) fn sources_may_change_after_flush(rank: Rank) -> Outcome {
     let end = rank.open((1 + all.len()) * BYTES, 2)?;
     rank.paced(50, |round| {
         end.signal_all(&all, READY)?;
-        end.wait(&all, READY)?;
+        end.order(&all, READY)?;
         for &peer in &all {
-            end.fill(0, BYTES, seed(round, me, peer));
+            end.fill(0, BYTES, seed(round, me, peer))?;
             end.put(peer, 0, (1 + me) * BYTES, BYTES)?;
             end.flush()?;
         }
-        end.fill(0, BYTES, 0);
+        end.fill(0, BYTES, 0)?;
         end.signal_all(&all, DATA)?;
-        end.wait(&all, DATA)?;
+        end.order(&all, DATA)?;
         for &peer in &all {
             let what = format!("round {round}, put by rank {peer}");
             end.expect((1 + peer) * BYTES, BYTES, seed(round, peer, me), &what)?;
@@ -129,7 +131,7 @@ pub(super) fn sources_may_change_after_flush(rank: Rank) -> Outcome {
 pub(super) fn zero_length_puts(rank: Rank) -> Outcome {
     const BYTES: usize = 64;
     let end = rank.open(BYTES, 1)?;
-    end.fill(0, BYTES, seed(0, rank.rank(), 0));
+    end.fill(0, BYTES, seed(0, rank.rank(), 0))?;
     rank.barrier()?;
     for peer in rank.all() {
         for (from, to) in [(0, 0), (BYTES, 0), (0, BYTES), (BYTES, BYTES)] {

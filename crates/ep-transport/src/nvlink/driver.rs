@@ -103,6 +103,8 @@ functions! {
     host_register: "cuMemHostRegister_v2" (*mut c_void, usize, c_uint);
     host_unregister: "cuMemHostUnregister" (*mut c_void);
     host_pointer: "cuMemHostGetDevicePointer_v2" (*mut u64, *mut c_void, c_uint);
+    host_alloc: "cuMemHostAlloc" (*mut *mut c_void, usize, c_uint);
+    host_free: "cuMemFreeHost" (*mut c_void);
     stream_create: "cuStreamCreate" (*mut CUstream, c_uint);
     stream_destroy: "cuStreamDestroy_v2" (CUstream);
     stream_query: "cuStreamQuery" (CUstream);

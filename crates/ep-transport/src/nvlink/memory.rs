@@ -191,20 +191,25 @@ pub(super) fn refused(peer: usize, error: &TransportError) -> TransportError {
     TransportError::Unsupported { op: OP, detail }
 }
 
-/// A stream of this transport's own, for start-up.
-pub(super) struct Setup<'a> {
-    gpu: &'a Gpu,
+/// A stream of this transport's own, for what the host does to memory of a GPU.
+pub(super) struct Setup {
+    pub gpu: Arc<Gpu>,
     pub raw: CUstream,
 }
 
-impl<'a> Setup<'a> {
-    pub fn new(gpu: &'a Gpu) -> Result<Self> {
+// SAFETY: a handle of the driver, which may be used from any thread and never changes.
+unsafe impl Send for Setup {}
+// SAFETY: as above; the driver's stream functions may be called from several threads.
+unsafe impl Sync for Setup {}
+
+impl Setup {
+    pub fn new(gpu: &Arc<Gpu>) -> Result<Self> {
         let _current = gpu.current(OP)?;
         let mut raw = std::ptr::null_mut();
         // SAFETY: a context is current; `raw` is valid for the call.
         let code = unsafe { (gpu.driver.stream_create)(&mut raw, NON_BLOCKING) };
         gpu.check(OP, "cuStreamCreate", code)?;
-        Ok(Self { gpu, raw })
+        Ok(Self { gpu: gpu.clone(), raw })
     }
 
     /// Waits, bounded, for everything submitted.
@@ -230,19 +235,22 @@ impl<'a> Setup<'a> {
         self.gpu.check(OP, "cuMemsetD8Async", code)
     }
 
+    /// Submits a copy between any two places.
+    pub fn submit_copy(&self, to: u64, from: u64, bytes: usize) -> Result<()> {
+        let _current = self.gpu.current(OP)?;
+        // SAFETY: both ranges are the caller's, until the stream has got there.
+        let code = unsafe { (self.gpu.driver.copy)(to, from, bytes, self.raw) };
+        self.gpu.check(OP, "cuMemcpyAsync", code)
+    }
+
     /// Copies between any two places and waits.
     pub fn copy(&self, to: u64, from: u64, bytes: usize, deadline: Deadline) -> Result<()> {
-        {
-            let _current = self.gpu.current(OP)?;
-            // SAFETY: both ranges are the caller's, who waits below.
-            let code = unsafe { (self.gpu.driver.copy)(to, from, bytes, self.raw) };
-            self.gpu.check(OP, "cuMemcpyAsync", code)?;
-        }
+        self.submit_copy(to, from, bytes)?;
         self.wait("a copy", deadline)
     }
 }
 
-impl Drop for Setup<'_> {
+impl Drop for Setup {
     fn drop(&mut self) {
         // SAFETY: created by `new`, destroyed once.
         unsafe { (self.gpu.driver.stream_destroy)(self.raw) };

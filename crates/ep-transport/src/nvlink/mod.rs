@@ -2,6 +2,7 @@
 
 mod board;
 mod driver;
+mod hand;
 mod link;
 mod memory;
 mod watchdog;
@@ -20,6 +21,7 @@ use crate::{
 };
 use board::{Board, Map};
 use driver::{Gpu, OP};
+pub(crate) use hand::Hand;
 use link::{Bell, NvlinkLink};
 use memory::{Allocation, Mapped, Setup, Window, refused};
 use watchdog::{Waits, Watchdog};
@@ -302,7 +304,7 @@ impl NvlinkLink {
         let step = |done: Result<()>| {
             together(&self.group, deadline, done.as_ref().err().map(|e| e.to_string()))
         };
-        let with = |work: &dyn Fn(&Setup<'_>) -> Result<()>| match &setup {
+        let with = |work: &dyn Fn(&Setup) -> Result<()>| match &setup {
             Ok(setup) => work(setup),
             Err(e) => Err(e.clone()),
         };
@@ -313,13 +315,13 @@ impl NvlinkLink {
         step(with(&|setup| self.clear(setup, words, deadline)))
     }
 
-    fn clear(&self, setup: &Setup<'_>, bytes: usize, deadline: Deadline) -> Result<()> {
+    fn clear(&self, setup: &Setup, bytes: usize, deadline: Deadline) -> Result<()> {
         setup.zero(self.windows[self.group.rank()].base, bytes)?;
         setup.wait("zeroing the window", deadline)
     }
 
     /// Writes this rank's word into everyone's window, and a flag of its own.
-    fn write_words(&self, setup: &Setup<'_>, deadline: Deadline) -> Result<()> {
+    fn write_words(&self, setup: &Setup, deadline: Deadline) -> Result<()> {
         let rank = self.group.rank();
         let mine = word_of(rank);
         if rank < self.spec.bytes / 8 {
@@ -337,7 +339,7 @@ impl NvlinkLink {
         Ok(())
     }
 
-    fn read_words(&self, setup: &Setup<'_>, deadline: Deadline) -> Result<()> {
+    fn read_words(&self, setup: &Setup, deadline: Deadline) -> Result<()> {
         let own = &self.windows[self.group.rank()];
         for peer in (0..self.group.world()).filter(|&peer| peer < self.spec.bytes / 8) {
             let mut seen = 0u64;
