@@ -24,6 +24,22 @@ pub(crate) type CuLibrary = *mut c_void;
 pub(crate) type CuKernel = *mut c_void;
 pub(crate) type CuGreenCtx = *mut c_void;
 pub(crate) type CuResourceDesc = *mut c_void;
+/// `cuTensorMapEncodeTiled`: map, data type, rank, address, sizes, strides, piece, steps, interleave,
+/// swizzle, promotion in L2, what lies past the end.
+pub(crate) type TensorMapEncode = unsafe extern "C" fn(
+    *mut c_void,
+    c_int,
+    c_uint,
+    *mut c_void,
+    *const u64,
+    *const u64,
+    *const u32,
+    *const u32,
+    c_int,
+    c_int,
+    c_int,
+    c_int,
+) -> CuResult;
 
 /// `CUlaunchConfig`, the same in every CUDA version since 11.8.
 #[repr(C)]
@@ -149,6 +165,11 @@ driver_functions! {
         green_context: "cuCtxFromGreenCtx" (*mut CUcontext, CuGreenCtx);
         green_stream: "cuGreenCtxStreamCreate" (*mut CUstream, CuGreenCtx, c_uint, c_int);
         stream_contexts: "cuStreamGetCtx_v2" (CUstream, *mut CUcontext, *mut CuGreenCtx);
+        tensor_map_encode: "cuTensorMapEncodeTiled" (
+            *mut c_void, c_int, c_uint, *mut c_void,
+            *const u64, *const u64, *const u32, *const u32,
+            c_int, c_int, c_int, c_int
+        );
     }
 }
 

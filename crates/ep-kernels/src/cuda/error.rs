@@ -71,6 +71,18 @@ pub enum CudaError {
         /// What to do about it.
         remedy: &'static str,
     },
+    /// A call of cuBLASLt failed.
+    #[error("{operation} failed: {name} ({code}): {detail}")]
+    CublasLt {
+        /// The library's function.
+        operation: &'static str,
+        /// The `cublasStatus_t`.
+        code: i32,
+        /// The library's name of that code.
+        name: String,
+        /// The library's description.
+        detail: String,
+    },
     /// Device or driver cannot do what was asked.
     #[error("{operation} is not supported: {reason}")]
     Unsupported {

@@ -2,7 +2,8 @@
 //! kernels that observe and occupy SMs.
 //!
 //! Nothing links CUDA: libcuda and libnvrtc are opened when first needed, and where one is missing,
-//! too old or without a GPU the answer is a [`CudaError`] that names the library and what to do.
+//! too old or without a GPU the answer is a [`CudaError`] that names the library and what to do. So it
+//! is with libcublasLt, which only [`CublasLt`] needs.
 //!
 //! ```no_run
 //! use ep_kernels::cuda::{Compiler, Device, ObserveOptions, SmTools};
@@ -18,11 +19,13 @@
 
 mod cache;
 mod compile;
+mod cublaslt;
 mod device;
 mod device_memory;
 mod driver;
 mod error;
 mod event;
+mod gemm;
 mod green;
 mod holder;
 mod launch;
@@ -38,11 +41,13 @@ mod stream;
 
 pub use cache::{CACHE_VARIABLE, CacheKey, KernelCache};
 pub use compile::{Arch, CacheChoice, Compiler, CompilerOptions, Cubin};
+pub use cublaslt::{CUBLASLT_PATH_VARIABLE, CublasLt, CublasLtPlan};
 pub use device::{Current, Device, DeviceProperties};
 pub use device_memory::{DeviceMemory, PointerPlace};
 pub use driver::Driver;
 pub use error::{CudaError, Version};
 pub use event::{CaptureRelaxed, Event, EventPool};
+pub use gemm::{GemmKernel, GemmSpec};
 pub use green::{GreenContext, SmResource, SplitFlags};
 pub use holder::{HoldReport, HoldSpec, Holder, SmSet};
 pub use launch::{ClusterScheduling, LaunchAttributes, LaunchConfig, LaunchFlags, MemSyncDomain};

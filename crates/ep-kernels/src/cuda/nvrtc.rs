@@ -280,15 +280,15 @@ fn open_anywhere() -> Result<Library, CudaError> {
     if on_loader_path.is_ok() {
         return on_loader_path;
     }
-    usual_places()
+    usual_places("cuda_nvrtc")
         .iter()
         .filter(|folder| folder.is_dir())
         .find_map(|folder| open_at(folder).ok())
         .map_or(on_loader_path, Ok)
 }
 
-/// Where toolkits and Python wheels put it.
-fn usual_places() -> Vec<PathBuf> {
+/// Where toolkits and Python wheels put a library; `wheel` is its folder in wheels before CUDA 13.
+pub(crate) fn usual_places(wheel: &str) -> Vec<PathBuf> {
     let from = |variable: &str| std::env::var_os(variable).map(PathBuf::from);
     let mut places = Vec::new();
     for root in ["CUDA_HOME", "CUDA_PATH"].iter().filter_map(|name| from(name)) {
@@ -302,7 +302,7 @@ fn usual_places() -> Vec<PathBuf> {
         for python in pythons.flatten() {
             let nvidia = python.path().join("site-packages/nvidia");
             places.push(nvidia.join("cu13/lib"));
-            places.push(nvidia.join("cuda_nvrtc/lib"));
+            places.push(nvidia.join(wheel).join("lib"));
         }
     }
     places

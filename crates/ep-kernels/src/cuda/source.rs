@@ -63,7 +63,7 @@ impl KernelSource {
     /// Every source of this crate.
     pub fn all() -> &'static [&'static KernelSource] {
         use super::moe;
-        static ALL: [&KernelSource; 7] = [
+        static ALL: [&KernelSource; 8] = [
             &super::probe::SM_PROBE,
             &super::holder::HOLDER,
             &moe::ROWS,
@@ -71,6 +71,7 @@ impl KernelSource {
             &moe::LAYOUT,
             &moe::PLACES,
             &moe::PLAN,
+            &super::gemm::GEMM,
         ];
         &ALL
     }
