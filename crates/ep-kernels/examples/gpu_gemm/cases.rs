@@ -3,6 +3,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
+use cudarc::driver::{DriverError, result};
 use ep_kernels::cuda::{
     Compiler, CublasLt, CudaError, Device, DeviceMemory, EventPool, GemmKernel, GemmSpec,
     GreenContext, SplitFlags, Stream,
@@ -51,6 +53,7 @@ impl Gpu {
     pub fn case(&self, case: &str) -> Result<Value, CudaError> {
         match (case, shape_of(case)) {
             ("partition", _) => self.partition(),
+            ("graph", _) => self.graph(),
             (_, Some(shape)) => self.products(case, shape),
             _ => self.times(),
         }
@@ -107,6 +110,54 @@ impl Gpu {
             sizes.push(part.sms());
         }
         Ok(json!({ "case": "partition", "failures": failures, "sms": sizes }))
+    }
+
+    /// Both captured in a graph, which is launched: the same bits as without.
+    fn graph(&self) -> Result<Value, CudaError> {
+        let product = Product::new(self, [512, 1024, 264])?;
+        let sms = self.device.properties().sms;
+        let mut failures = Vec::new();
+        let plain = product.ours(self, &self.stream, sms)?;
+        let spec = product.spec(sms);
+        // SAFETY: `compute` waits, and the memory has the sizes of the spec.
+        let launch = || unsafe { self.kernel.launch(self.stream.raw(), &spec) };
+        let out = product.compute(self, &self.stream, "our graph", || self.captured(launch))?;
+        if out != plain {
+            failures.push("our product has other bits in a graph".to_string());
+        }
+        if let Ok(library) = &self.cublaslt {
+            let plain = product.theirs(self, library, &self.stream, sms)?;
+            let plan = library.plan(&self.device, &spec)?;
+            // SAFETY: as above; the plan outlives the wait.
+            let launch = || unsafe { plan.launch(self.stream.raw()) };
+            let what = "cuBLASLt's graph";
+            if product.compute(self, &self.stream, what, || self.captured(launch))? != plain {
+                failures.push("cuBLASLt's product has other bits in a graph".to_string());
+            }
+        }
+        Ok(json!({ "case": "graph", "failures": failures }))
+    }
+
+    /// Launches a graph of what `launch` submits. The graph is left to the end of the process.
+    fn captured(&self, launch: impl FnOnce() -> Result<(), CudaError>) -> Result<(), CudaError> {
+        let failed = |error: DriverError| CudaError::Inconsistent {
+            operation: "a graph",
+            reason: format!("{:?}", error.0),
+        };
+        let stream = self.stream.raw();
+        let _current = self.device.make_current()?;
+        let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+        // SAFETY: the stream lives as long as `self`, and nothing else uses it meanwhile.
+        unsafe { result::stream::begin_capture(stream, mode) }.map_err(failed)?;
+        let launched = launch();
+        // SAFETY: ends what was begun above.
+        let graph = unsafe { result::stream::end_capture(stream) }.map_err(failed)?;
+        launched?;
+        // SAFETY: the graph was just captured, and neither it nor its executable is destroyed.
+        unsafe {
+            let executable = result::graph::instantiate(graph, CUgraphInstantiate_flags(0));
+            result::graph::launch(executable.map_err(failed)?, stream).map_err(failed)
+        }
     }
 
     /// 8192³ with all SMs and with fewer: TFLOP/s of both, and ours over theirs.

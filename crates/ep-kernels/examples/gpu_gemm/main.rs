@@ -1,8 +1,9 @@
 //! Checks the GEMM kernel and cuBLASLt against a host reference, then times both. Prints one JSON
 //! object, also to PATH if one is given, and exits non-zero if anything did not hold.
 //!
-//! Usage: `gpu_gemm [--only CASE[,CASE...]] [PATH]`; a case is `MxNxK`, `partition` or `time`. Cases
-//! run in a child process: one that hangs or faults is named, and a fresh child takes the rest.
+//! Usage: `gpu_gemm [--only CASE[,CASE...]] [PATH]`; a case is `MxNxK`, `graph`, `partition` or
+//! `time`. Cases run in a child process: one that hangs or faults is named, and a fresh child takes
+//! the rest.
 
 mod cases;
 
@@ -14,7 +15,7 @@ use std::time::{Duration, Instant};
 use ep_kernels::cuda::Driver;
 use serde_json::{Value, json};
 
-const CASES: [&str; 12] = [
+const CASES: [&str; 13] = [
     "128x256x64",
     "1x256x64",
     "127x256x64",
@@ -25,6 +26,7 @@ const CASES: [&str; 12] = [
     "300x520x1032",
     "4096x7168x2048",
     "8192x8192x8192",
+    "graph",
     "partition",
     "time",
 ];
