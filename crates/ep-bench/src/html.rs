@@ -1,5 +1,7 @@
 //! A report to look at: one HTML file that needs nothing else.
 
+mod tables;
+
 use std::fmt::Write as _;
 
 use crate::format::{bytes, micros};
@@ -15,7 +17,8 @@ margin:2rem auto;padding:0 1rem}h1{font-size:1.5rem}h2{font-size:1.15rem;margin-
 .dim,svg .dim{color:var(--dim);fill:var(--dim)}.scroll{overflow-x:auto}\
 table{border-collapse:collapse;font-variant-numeric:tabular-nums;white-space:nowrap}\
 th,td{padding:.25rem .6rem;border-bottom:1px solid var(--line);text-align:right}\
-th:nth-child(-n+5),td:nth-child(-n+5){text-align:left}.no{color:var(--mark);font-weight:600}\
+th:nth-child(-n+5),td:nth-child(-n+5){text-align:left}\
+.named th:nth-child(n+2),.named td:nth-child(n+2){text-align:right}.no{color:var(--mark);font-weight:600}\
 svg{width:100%;height:auto;font:12px system-ui,sans-serif}svg text{fill:var(--fg)}\
 .bar{fill:var(--bar)}.tail{fill:var(--tail)}.mark{stroke:var(--mark);stroke-width:2}\
 .axis{stroke:var(--line)}.s0{stroke:var(--bar);fill:var(--bar)}.s1{stroke:var(--mark);\
@@ -43,17 +46,26 @@ pub fn page(report: &Report) -> String {
     if report.results.is_empty() {
         out.push_str("<p>No results.</p>\n");
     } else {
-        bars(&mut out, &report.results);
-        for plot in Plot::of(&report.results) {
-            plot.draw(&mut out);
-        }
-        table(&mut out, &report.results);
+        tables::draw(&mut out, &report.results);
+        times(&mut out, report.results.iter().filter(|row| !tables::has(row)).cloned().collect());
         if let Some(note) = footnote(report) {
             let _ = writeln!(out, "<p class=\"dim\">{}</p>", escape(&note));
         }
     }
     out.push_str("</body></html>\n");
     out
+}
+
+/// What rows that have no table of their own show: times.
+fn times(out: &mut String, rows: Vec<Row>) {
+    if rows.is_empty() {
+        return;
+    }
+    bars(out, &rows);
+    for plot in Plot::of(&rows) {
+        plot.draw(out);
+    }
+    table(out, &rows);
 }
 
 /// `text` with what has a meaning in HTML replaced.

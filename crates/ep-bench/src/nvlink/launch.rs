@@ -60,14 +60,23 @@ fn attributes(launch: usize) -> LaunchAttributes {
     }
 }
 
-/// The plan whose attributes are varied: one block per SM, by its shared memory.
 fn plan(point: &Point, row_bytes: u32) -> MovePlan {
-    let path = match point.operation {
+    plan_with(point.operation, point.sms, attributes(point.launch), row_bytes)
+}
+
+/// The plan whose attributes are varied: one block per SM, by its shared memory.
+pub(super) fn plan_with(
+    operation: Operation,
+    sms: u32,
+    attributes: LaunchAttributes,
+    row_bytes: u32,
+) -> MovePlan {
+    let path = match operation {
         Operation::Combine => CopyPath::Tma { stages: 3, chunk: 3584 },
         _ => CopyPath::Tma { stages: 3, chunk: row_bytes.clamp(16, 16 << 10) },
     };
-    let warps = if point.operation == Operation::Combine { 16 } else { 5 };
-    MovePlan { attributes: attributes(point.launch), ..MovePlan::new(point.sms, warps, path) }
+    let warps = if operation == Operation::Combine { 16 } else { 5 };
+    MovePlan { attributes, ..MovePlan::new(sms, warps, path) }
 }
 
 /// Runs the study.
