@@ -1,13 +1,13 @@
 //! A job run through the library, on the host or on GPUs, compared with the oracle.
 
 use super::ground::{Ground, Grounds};
-use super::{Matrix, Nodes, Tokens, builder, eps_of, float_kind, node_oracle};
+use super::{Matrix, Nodes, Tokens, builder, float_kind, node_oracle, ranks};
 use ep_bench::oracle::{
     Combine, Float, Job, Mode, Oracle, WeightRows, compare_combined, random_rows,
 };
 use ep_runtime::{
-    CombineOpts, Combined, DispatchOpts, Dispatched, Ep, EpError, Hierarchy, Layout, Precision,
-    Received, Route, Rows, SourceToken,
+    CombineOpts, Combined, DispatchOpts, Dispatched, Ep, EpError, Group, Hierarchy, Layout,
+    Precision, Received, Route, Rows, SourceToken,
 };
 
 /// How a job is run.
@@ -211,6 +211,44 @@ fn combine(
 pub fn check(job: &Job, how: How, seed: u64, grounds: &dyn Grounds) {
     let oracle = Oracle::new(job).expect("a valid job");
     let outputs = outputs(&oracle, how, seed);
+    let got = ranks(job.ranks, |group| one_rank(&group, &oracle, how, &outputs, grounds));
+    compare(&oracle, how, &outputs, got.iter().enumerate());
+}
+
+/// As [`check`] for this rank of a group of as many ranks as the job has. A digest of what it got.
+pub fn check_rank(group: &Group, job: &Job, how: How, seed: u64, grounds: &dyn Grounds) -> u64 {
+    let oracle = Oracle::new(job).expect("a valid job");
+    let outputs = outputs(&oracle, how, seed);
+    let got = one_rank(group, &oracle, how, &outputs, grounds);
+    compare(&oracle, how, &outputs, std::iter::once((group.rank(), &got)));
+    let weights = got.weights.iter().map(|w| w.to_le_bytes().to_vec());
+    let bytes = got.combined.iter().cloned().chain(weights).flatten();
+    // FNV-1a, 64 bits.
+    bytes.fold(0xcbf2_9ce4_8422_2325, |digest: u64, byte| {
+        (digest ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3)
+    })
+}
+
+fn one_rank(
+    group: &Group,
+    oracle: &Oracle<'_>,
+    how: How,
+    outputs: &Outputs,
+    grounds: &dyn Grounds,
+) -> Got {
+    let (job, rank) = (oracle.job, group.rank());
+    let builder = builder(job, how.float, how.nodes).hierarchy(how.hierarchy);
+    let ep = grounds.place(rank, job.ranks, builder).build(group).expect("build");
+    let ground = grounds.ground(rank, job.ranks);
+    run_rank(&ep, &*ground, oracle, how, outputs).expect("dispatch and combine")
+}
+
+fn compare<'a>(
+    oracle: &Oracle<'_>,
+    how: How,
+    outputs: &Outputs,
+    got: impl Iterator<Item = (usize, &'a Got)>,
+) {
     let combine = Combine {
         mode: how.mode,
         dtype: how.float,
@@ -220,21 +258,14 @@ pub fn check(job: &Job, how: How, seed: u64, grounds: &dyn Grounds) {
     };
     let expected = match how.node_reduced {
         false => oracle.combine(&combine).expect("fitting outputs"),
-        true => node_oracle::combine(&oracle, &combine, &how.nodes.of(job.ranks)),
+        true => node_oracle::combine(oracle, &combine, &how.nodes.of(oracle.job.ranks)),
     };
     let carried = match how.mode {
         Mode::RankMajor => WeightRows::RankMajor(&outputs.weights),
         _ => WeightRows::ExpertMajor(&outputs.weights),
     };
     let weights = oracle.combine_weights(carried).expect("fitting weights");
-    let builder = |rank| {
-        grounds.place(rank, job.ranks, builder(job, how.float, how.nodes).hierarchy(how.hierarchy))
-    };
-    let got = eps_of(job.ranks, &builder, |ep| {
-        let ground = grounds.ground(ep.rank(), job.ranks);
-        run_rank(&ep, &*ground, &oracle, how, &outputs).expect("dispatch and combine")
-    });
-    for (rank, got) in got.iter().enumerate() {
+    for (rank, got) in got {
         compare_combined(rank, how.float, &expected[rank], &got.combined).expect("equal sums");
         assert_eq!(bits(&got.weights), bits(&weights[rank]), "weights of rank {rank}");
     }

@@ -22,7 +22,9 @@ const TIMEOUT: Duration = Duration::from_secs(8);
 /// Ranks on the GPUs there are: rank `r` on GPU `r % gpus`.
 pub struct Gpus {
     gpus: usize,
-    /// Memory of every rank, taken once: allocating waits for what runs meanwhile.
+    /// The first rank that has memory here.
+    first: usize,
+    /// Memory of every rank from there on, taken once: allocating waits for what runs meanwhile.
     arenas: Vec<Mutex<Arena>>,
     tuning: ep_runtime::Tuning,
     sms: u32,
@@ -43,6 +45,11 @@ impl Arena {
 impl Gpus {
     /// For up to `ranks` ranks, each with `bytes` of memory. `None`, with the reason, without a GPU.
     pub fn new(ranks: usize, bytes: usize) -> Option<Self> {
+        Self::of(0..ranks, bytes)
+    }
+
+    /// For some ranks: those that are threads of this process.
+    pub fn of(ranks: std::ops::Range<usize>, bytes: usize) -> Option<Self> {
         // Ranks that share a GPU wait for each other on it: their streams need queues of their own.
         static CONNECTIONS: OnceLock<()> = OnceLock::new();
         CONNECTIONS.get_or_init(|| {
@@ -70,8 +77,9 @@ impl Gpus {
             let memory = DeviceMemory::zeroed(&stream, bytes, LIMIT).expect("memory");
             Mutex::new(Arena { stream, memory, ordinal: rank % gpus })
         };
-        let arenas = (0..ranks).map(arena).collect();
-        Some(Self { gpus, arenas, tuning: ep_runtime::Tuning::default(), sms: 16 })
+        let first = ranks.start;
+        let arenas = ranks.map(arena).collect();
+        Some(Self { gpus, first, arenas, tuning: ep_runtime::Tuning::default(), sms: 16 })
     }
 
     /// With other launches.
@@ -80,13 +88,18 @@ impl Gpus {
         self
     }
 
+    /// How many GPUs there are.
+    pub fn count(&self) -> usize {
+        self.gpus
+    }
+
     pub fn set_tuning(&mut self, tuning: ep_runtime::Tuning, sms: u32) {
         (self.tuning, self.sms) = (tuning, sms);
     }
 
     /// A rank's memory, and the queue of its stream.
     pub fn rank(&self, rank: usize) -> Gpu<'_> {
-        let arena = self.arenas[rank].lock();
+        let arena = self.arenas[rank - self.first].lock();
         // SAFETY: the stream lives as long as `self`, and all work on it is waited for.
         let queue = unsafe { Queue::from_raw(arena.stream.raw().cast(), arena.ordinal) };
         Gpu { arena, queue, used: Cell::new(0), owns: false }
@@ -97,7 +110,7 @@ impl Grounds for Gpus {
     fn place(&self, rank: usize, _world: usize, builder: EpBuilder) -> EpBuilder {
         // Streams made together get hardware queues of their own, as long as there are fewer than
         // queues: one that waits must not hold up another rank's.
-        let mut arena = self.arenas[rank].lock();
+        let mut arena = self.arenas[rank - self.first].lock();
         arena.stream = arena.memory_device().stream(0).expect("a stream");
         drop(arena);
         let builder =

@@ -16,7 +16,7 @@ const TOPK: usize = 3;
 const EXPERTS: usize = 10;
 pub const TIMEOUT: Duration = Duration::from_secs(2);
 
-const TASK: &str = "EP_RUNTIME_TEST_TASK";
+pub const TASK: &str = "EP_RUNTIME_TEST_TASK";
 pub const VICTIM: usize = 1;
 
 /// Sets a rank's transport, by rank.
@@ -29,7 +29,7 @@ fn build(group: &Group, over: Over) -> Result<Ep, EpError> {
 }
 
 /// Where a rank is told to die.
-fn dies(task: &str, rank: usize, here: &str) {
+pub fn dies(task: &str, rank: usize, here: &str) {
     if rank == VICTIM && task == here {
         // No handler sees this signal.
         let me = std::process::id().to_string();
@@ -106,10 +106,15 @@ impl Drop for Ranks {
     }
 }
 
+/// An address of this host on which nobody listens.
+pub fn address() -> String {
+    let port = std::net::TcpListener::bind("127.0.0.1:0").and_then(|l| l.local_addr());
+    port.expect("a free port").to_string()
+}
+
 /// Starts `ranks` copies with a task.
 pub fn start(ranks: usize, task: &str) -> Ranks {
-    let port = std::net::TcpListener::bind("127.0.0.1:0").and_then(|l| l.local_addr());
-    let address = port.expect("a free port").to_string();
+    let address = address();
     let start = |rank: usize| {
         Command::new(std::env::current_exe().expect("this binary"))
             .args(["--exact", "copies_of_this_binary", "--nocapture"])
