@@ -53,6 +53,8 @@
 #![cfg_attr(not(feature = "cuda"), allow(clippy::infallible_destructuring_match))]
 #![warn(missing_debug_implementations)]
 
+#[cfg(feature = "cuda")]
+mod casts;
 mod combine;
 mod config;
 mod connect;
@@ -86,10 +88,13 @@ pub use ep_kernels::{
     DType, Element, Fp8E4M3, Ids, KernelError, PayloadKind, Placement, SCALE_BLOCK, ScaleKind,
     bf16, f16,
 };
-/// Conversions of rows on the host: what an engine needs to send fp8, or to look into rows.
+/// Conversions of rows: what an engine needs to send fp8, or to look into rows.
 pub mod cast {
     pub use ep_kernels::Real;
     pub use ep_kernels::host::{dequantize_fp8, narrow, quantize_fp8, widen};
+
+    #[cfg(feature = "cuda")]
+    pub use crate::casts::DeviceCasts;
 }
 /// The transport between hosts.
 #[cfg(feature = "rdma")]

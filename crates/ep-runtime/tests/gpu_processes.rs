@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use common::exercise::{How, check_rank};
 use common::gpu::Gpus;
 use common::gpu_small::{LIMIT, Rank, plain};
-use common::ground::{Ground, Grounds, Hosts};
+use common::ground::{Grounds, Hosts};
 use common::jobs::{TASK, TIMEOUT, VICTIM, address, dies, said, start};
 use common::small::{HIDDEN, Tokens, assert_argument, builder, opts};
 use common::{Nodes, ranks};
@@ -159,9 +159,9 @@ fn survives(rendezvous: &Rendezvous, gpus: &Gpus, what: &str) -> String {
     // Ranks 0 and 2 of three.
     let rest = Rendezvous::new(me / 2, 2, address).unwrap().with_timeout(LIMIT);
     let group = Group::from_env(&rest).expect("a group of the survivors");
-    let others = Gpus::of(group.rank()..group.rank() + 1, 1 << 20).expect("the GPU is usable");
-    let ep = others.place(group.rank(), 2, builder()).build(&group).expect("build again");
-    let rank = Rank::new(&others, ep);
+    // On the GPU that was waiting, in the same context.
+    let ep = gpus.place(me, 2, builder()).build(&group).expect("build again");
+    let rank = Rank::on(gpus.rank(me), ep);
     for _ in 0..5 {
         rank.round_trip();
     }

@@ -6,7 +6,7 @@
 //! bits are those of a dense layer that groups them likewise, and equal to those of the plain one up
 //! to rounding.
 
-use ep_runtime::{EpBuilder, EpError, Group, Layout, Queue};
+use ep_runtime::{Ep, EpBuilder, EpError, Group, Layout, Queue};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::SeedableRng;
 
@@ -36,23 +36,40 @@ pub fn check<T: Float>(
     tokens: usize,
     max_tokens: usize,
 ) -> Result<Outcome, EpError> {
-    const SEED: u64 = 2;
     let ep = EpBuilder::new(shape.moe_shape::<T>(max_tokens)).build(group)?;
+    check_with(&ep, shape, layout, tokens, |layer, tokens| {
+        let mut out = vec![T::from_f32(f32::NAN); tokens.len()];
+        let (rows, into) = views(shape.hidden, tokens, &mut out)?;
+        moe_layer(layer, &ep, &Queue::host(), layout, rows, into)?;
+        Ok(out)
+    })
+}
+
+/// As [`check`] for a layer that is built, wherever its rows are: `run` gets this rank's part of the
+/// layer and its tokens, and gives what the layer gave.
+///
+/// # Errors
+/// Those of `run`.
+pub fn check_with<T: Float>(
+    ep: &Ep,
+    shape: Shape,
+    layout: Layout,
+    tokens: usize,
+    run: impl FnOnce(&HostMoe<T>, &[T]) -> Result<Vec<T>, EpError>,
+) -> Result<Outcome, EpError> {
+    const SEED: u64 = 2;
     let mut rng = ChaCha8Rng::seed_from_u64(100 + ep.rank() as u64);
     let tokens: Vec<T> =
         random(&mut rng, tokens * shape.hidden, 1.0).into_iter().map(T::from_f32).collect();
 
-    let layer = HostMoe::<T>::of_rank(shape, &ep, SEED);
-    let mut out = vec![T::from_f32(f32::NAN); tokens.len()];
-    let (rows, into) = views(shape.hidden, &tokens, &mut out)?;
-    moe_layer(&layer, &ep, &Queue::host(), layout, rows, into)?;
+    let out = run(&HostMoe::<T>::of_rank(shape, ep, SEED), &tokens)?;
 
     let whole = HostMoe::<T>::new(shape, 0..shape.experts, SEED);
     let everyone = std::slice::from_ref(&(0..shape.experts)).to_vec();
     let plain = whole.dense(&tokens, &everyone);
     let same_order = match layout {
         Layout::RankMajor => {
-            let owners: Vec<_> = (0..ep.world()).map(|rank| experts_of(&ep, rank)).collect();
+            let owners: Vec<_> = (0..ep.world()).map(|rank| experts_of(ep, rank)).collect();
             whole.dense(&tokens, &owners)
         }
         _ => plain.clone(),

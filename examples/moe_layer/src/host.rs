@@ -127,6 +127,16 @@ pub struct Choices {
 }
 
 impl Choices {
+    /// The experts, `[T, K]`.
+    pub fn ids(&self) -> &[i32] {
+        &self.ids
+    }
+
+    /// Their weights, `[T, K]`.
+    pub fn weights(&self) -> &[f32] {
+        &self.weights
+    }
+
     /// The experts of a token and their weights, in the order in which they are summed.
     fn of(&self, token: usize, topk: usize) -> Vec<(usize, f32)> {
         let at = token * topk..(token + 1) * topk;
@@ -203,6 +213,17 @@ impl<T: Float> HostMoe<T> {
         let column = |h: usize| outputs.iter().map(move |(y, weight)| weight * y[h].to_f32());
         let sum = (0..token.len()).map(|h| T::from_f32(left_fold(column(h)))).collect();
         (!outputs.is_empty()).then_some(sum)
+    }
+
+    /// What replaces a rank-major row: the weighted sum over the token's experts here, by the ids and
+    /// weights that came with it. `None` for no expert.
+    pub fn sum_of_experts(&self, token: &[T], ids: &[i32], weights: &[f32]) -> Option<Vec<T>> {
+        self.weighted_sum(token, in_order(ids, weights))
+    }
+
+    /// What replaces an expert-major row: the output of the expert of this rank with that number.
+    pub fn output_of(&self, expert: usize, token: &[T]) -> Vec<T> {
+        self.experts[expert].apply(token)
     }
 
     fn rank_major(&self, received: &mut Dispatched) -> Result<(), EpError> {

@@ -63,7 +63,7 @@ impl KernelSource {
     /// Every source of this crate.
     pub fn all() -> &'static [&'static KernelSource] {
         use super::moe;
-        static ALL: [&KernelSource; 8] = [
+        static ALL: [&KernelSource; 9] = [
             &super::probe::SM_PROBE,
             &super::holder::HOLDER,
             &moe::ROWS,
@@ -71,6 +71,7 @@ impl KernelSource {
             &moe::LAYOUT,
             &moe::PLACES,
             &moe::PLAN,
+            &moe::CAST,
             &super::gemm::GEMM,
         ];
         &ALL

@@ -44,7 +44,11 @@ pub struct Rank<'a> {
 
 impl<'a> Rank<'a> {
     pub fn new(gpus: &'a Gpus, ep: Ep) -> Self {
-        let gpu = gpus.rank(ep.rank());
+        Self::on(gpus.rank(ep.rank()), ep)
+    }
+
+    /// On a GPU that another rank's number is for.
+    pub fn on(gpu: Gpu<'a>, ep: Ep) -> Self {
         let [rows, ids, out] = [ROW, 4 * TOPK, ROW].map(|bytes| gpu.place(None, MOST * bytes));
         Self { ep, gpu, rows, ids, out }
     }

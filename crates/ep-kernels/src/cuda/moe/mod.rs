@@ -5,6 +5,7 @@
 //! any subset of a grid's blocks may be resident, in any order.
 
 mod args;
+mod cast;
 mod layout;
 mod move_plan;
 mod moves;
@@ -12,6 +13,8 @@ mod params;
 mod work;
 
 pub use args::{CombineArgs, DispatchArgs, ExpandArgs, MAX_BIASES, ReduceArgs};
+pub(crate) use cast::CAST;
+pub use cast::{CastArgs, CastKernels};
 pub use layout::{
     AnnounceArgs, ExpandPlaces, IdsKind, LayoutArgs, LayoutKernels, PlanArgs, TailArgs,
     layout_scratch_bytes,
