@@ -102,22 +102,15 @@ fn together(
     let launch_us = seat.pair(kind)?.launch_us;
     let count = 4 + (scope.launches() as f64 * launch_us / expected.max(1.0)).ceil() as usize;
     let ahead = seat.ahead(kind, expected)?;
-    let device = seat.rank.device.clone();
     let mut load = seat.load(kind, Where::Own)?;
     seat.rank.barrier()?;
     load.keep(ahead + WARM_LAUNCHES)?;
     load.await_launch(WARM_LAUNCHES - 1)?;
-    let (mut calls, mut clocks) = (0, Vec::new());
-    let tick = || {
-        calls += 1;
-        if calls == count / 2 {
-            clocks.extend(sm_mhz(&device));
-        }
-        load.keep(ahead)
-    };
-    let (start, end) = seat.back_to_back(count, |rank| submit(rank, operation), tick)?;
+    let (start, end) =
+        seat.back_to_back(count, |rank| submit(rank, operation), || load.keep(ahead))?;
+    // Compute still runs.
+    sample.clock_beside.extend(sm_mhz(&seat.rank.device));
     load.finish()?;
-    sample.clock_beside.append(&mut clocks);
     sample.beside_us.extend(load.micros_within(&start, &end)?);
     let us = end.micros_since(&start).map_err(crate::nvlink::raw::failed)?;
     sample.back_to_back_us.push(us / (count - 1) as f64);
