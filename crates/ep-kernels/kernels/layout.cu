@@ -129,6 +129,24 @@ extern "C" __global__ void __launch_bounds__(512, 1)
     else layout_count<0>(p);
 }
 
+// Writes a destination to its place where choices are not held in registers: a rank comes behind the
+// ranks before it that the token goes to.
+template <int KMAX>
+__device__ void layout_lead(Params p, u32 token, const Chosen<KMAX> &chosen, const MoeTiles &t, int rank) {
+    u32 f = 0;
+    layout_each(p, token, chosen, [&](u32, int other, int other_rank) {
+        if (other_rank >= rank) return;
+        bool leads = true;
+        layout_each(p, token, chosen, [&](u32, int third, int third_rank) {
+            leads &= third_rank != other_rank || third >= other;
+        });
+        f += leads;
+    });
+    u64 at = (u64)token * p.shape.fan_out + f;
+    ((int *)p.routing.dest_rank)[at] = rank;
+    ((u32 *)p.routing.dest_index)[at] = tile_before(t, p.shape.physical + rank);
+}
+
 // The destinations of a token, ascending, and its choices in the order of experts. Physical experts
 // are numbered rank by rank, so that order is also one of ranks.
 template <int KMAX>
@@ -140,11 +158,12 @@ __device__ void layout_token(Params p, const MoeTiles &t, u32 token, const Chose
     u32 *dest_index = (u32 *)p.routing.dest_index + (u64)token * fan_out;
     for (u32 k = 0; k < topk; k++) index[k] = 0;
     u32 count = 0, found = 0;
+    // Before a choice come those of smaller experts. The first choice of a rank in that order stands for
+    // the rank; before that come as many ranks as such choices.
+    u32 leads = 0;
     layout_each(p, token, chosen, [&](u32 k, int expert, int rank) {
         count++;
         index[k] = tile_before(t, expert);
-        // Before it come the choices of smaller experts; before its rank, the smaller ranks. The
-        // first choice of a rank in that order stands for the rank.
         u32 place = 0;
         bool first = true;
         layout_each(p, token, chosen, [&](u32, int other, int other_rank) {
@@ -154,18 +173,20 @@ __device__ void layout_token(Params p, const MoeTiles &t, u32 token, const Chose
         order[place] = k;
         if (!first) return;
         found++;
-        u32 f = 0;
-        layout_each(p, token, chosen, [&](u32, int other, int other_rank) {
-            if (other_rank >= rank) return;
-            bool leads = true;
-            layout_each(p, token, chosen, [&](u32, int third, int third_rank) {
-                leads &= third_rank != other_rank || third >= other;
-            });
-            f += leads;
-        });
-        dest_rank[f] = rank;
-        dest_index[f] = tile_before(t, experts + rank);
+        if (KMAX) {
+            leads |= 1u << k;
+            return;
+        }
+        layout_lead(p, token, chosen, t, rank);
     });
+    if (KMAX)
+        layout_each(p, token, chosen, [&](u32 k, int, int rank) {
+            if (!(leads >> k & 1)) return;
+            u32 f = 0;
+            layout_each(p, token, chosen, [&](u32 j, int, int other) { f += (leads >> j & 1) && other < rank; });
+            dest_rank[f] = rank;
+            dest_index[f] = tile_before(t, experts + rank);
+        });
     for (u32 k = count; k < topk; k++) order[k] = -1;
     for (u32 f = found; f < fan_out; f++) {
         dest_rank[f] = -1;
@@ -236,7 +257,7 @@ extern "C" __global__ void __launch_bounds__(512, 1)
             if (c < experts) ((u32 *)p.routing.expert_counts)[c] = total;
             else ((u32 *)p.routing.rank_counts)[c - experts] = total;
         }
-        if (threadIdx.x == 0 && p.op.progress) *(volatile u64 *)p.op.progress = sequence;
+        moe_awaits(p.shape, p.op, MOE_POSTED, sequence);
     }
     if (!good) return;
     tiles_resume(t);

@@ -51,7 +51,7 @@ struct MoeOutFormat {
 };
 
 struct MoeOp {
-    u64 lane, mailboxes, report, ticket, progress, lane_index;
+    u64 lane, mailboxes, report, ticket, awaited, lane_index;
 };
 
 EP_CHECK_SIZE(MoeHeader);
@@ -153,7 +153,7 @@ EP_CHECK_FIELD(MoeOp, lane);
 EP_CHECK_FIELD(MoeOp, mailboxes);
 EP_CHECK_FIELD(MoeOp, report);
 EP_CHECK_FIELD(MoeOp, ticket);
-EP_CHECK_FIELD(MoeOp, progress);
+EP_CHECK_FIELD(MoeOp, awaited);
 EP_CHECK_FIELD(MoeOp, lane_index);
 
 #define MOE_OK 0
@@ -184,21 +184,33 @@ __device__ inline u64 moe_expert_rows(const MoeShape &shape, const MoeOp &op, u3
     return moe_rank_rows(shape, op, rank) + shape.expert_region;
 }
 
-// Whether the announcements of all ranks agree: the same answer on every rank, since all hold the
-// same announcements. All threads of the block call it and get the same answer. The announcements
-// were published before their flags, for which the stream waited before this kernel; they stay
-// until this rank raises Done, which follows this kernel.
-__device__ inline bool moe_agreed(const MoeShape &shape, const MoeOp &op) {
-    const MoeHeader first = *moe_mailbox(shape, op, 0);
+// Whether the announcements of all ranks agree, as far as this thread looked: all of a block look, and
+// every rank finds the same, since all hold the same announcements. They were published before their
+// flags, for which the stream waited before this kernel; they stay until this rank raises Done, which
+// follows this kernel.
+__device__ inline bool moe_differs(const MoeShape &shape, const MoeOp &op) {
     bool bad = false;
     for (u32 source = threadIdx.x; source < shape.world; source += blockDim.x) {
-        const MoeHeader one = *moe_mailbox(shape, op, source);
+        const MoeHeader first = *moe_mailbox(shape, op, 0), one = *moe_mailbox(shape, op, source);
         bad |= one.op != first.op || one.sequence != first.sequence || one.layout != first.layout ||
                one.payload != first.payload || one.received != first.received ||
                one.handle != first.handle || one.options != first.options || one.status != 0 ||
                one.slot >= shape.slots;
     }
-    return !__syncthreads_or(bad);
+    return bad;
+}
+
+#define MOE_POSTED 0
+#define MOE_ROWS 1
+
+// Tells the watchdog that the stream waits for all peers' flags of a phase next; the end of that wait
+// takes it back. Plain stores to host memory, ordered by the fence of the memory operations behind this
+// kernel; `number` changes with every operation. All threads of one block call it.
+__device__ inline void moe_awaits(const MoeShape &shape, const MoeOp &op, u32 phase, u64 number) {
+    if (!op.awaited) return;
+    for (u32 source = threadIdx.x; source < shape.world; source += blockDim.x)
+        if (source != shape.rank)
+            *(volatile u32 *)(op.awaited + ((u64)phase * shape.world + source) * 64) = 2 * (u32)number + 1;
 }
 
 // Tells the host of the verdict. One block calls it, all its threads. On a bad verdict the host gets
@@ -225,11 +237,24 @@ __device__ inline void moe_report(const MoeShape &shape, const MoeOp &op, MoeRep
 }
 
 // The verdict of an operation that nothing but announcements decides: block 0 tells the host and the
-// kernels that follow.
-__device__ inline void moe_verdict(const MoeShape &shape, const MoeOp &op, bool poisoned, bool agreed) {
+// kernels that follow. All its threads call it with the same answer.
+__device__ inline void moe_verdict(const MoeShape &shape, const MoeOp &op, u32 verdict) {
     if (blockIdx.x != 0) return;
     MoeReport report = {};
-    report.verdict = poisoned ? MOE_POISONED : agreed ? MOE_OK : MOE_DISAGREE;
-    if (threadIdx.x == 0) ((MoeLane *)op.lane)->refused = report.verdict != MOE_OK;
+    report.verdict = verdict;
+    if (threadIdx.x == 0) ((MoeLane *)op.lane)->refused = verdict != MOE_OK;
     moe_report(shape, op, report);
+}
+
+// Whether an operation that nothing but announcements decides goes on; if not, the host is told, if so,
+// the kernel does that when it has moved its rows. `bad`: what this thread knows against it. Everything
+// is looked at together, since the word in host memory is far. A barrier of the block; all threads get
+// the same answer.
+__device__ inline bool moe_goes_on(const MoeShape &shape, const MoeOp &op, bool bad) {
+    bool poisoned = threadIdx.x == 0 && *(const volatile u32 *)shape.poisoned != 0;
+    if (blockIdx.x == 0) moe_awaits(shape, op, MOE_ROWS, moe_mailbox(shape, op, shape.rank)->sequence);
+    bad |= moe_differs(shape, op);
+    if (!__syncthreads_or(bad || poisoned)) return true;
+    moe_verdict(shape, op, __syncthreads_or(poisoned) ? MOE_POISONED : MOE_DISAGREE);
+    return false;
 }

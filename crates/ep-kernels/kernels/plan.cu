@@ -63,11 +63,9 @@ extern "C" __global__ void __launch_bounds__(1024, 1)
         u64 window = ((const u64 *)p.shape.windows)[peer];
         *(MoeHeader *)(window + (p.op.mailboxes - own) + p.shape.rank * p.shape.message) = header;
     }
+    moe_awaits(p.shape, p.op, MOE_POSTED, header.sequence);
     __syncthreads();
-    if (threadIdx.x == 0) {
-        lane->sequence = header.sequence;
-        if (p.op.progress) *(volatile u64 *)p.op.progress = header.sequence;
-    }
+    if (threadIdx.x == 0) lane->sequence = header.sequence;
 }
 
 typedef const MoePlanParams &Params;
@@ -179,10 +177,10 @@ extern "C" __global__ void __launch_bounds__(1024, 1) moe_plan(const __grid_cons
     __shared__ PlanFound found;
     u64 *experts = (u64 *)p.scratch, *ranks = experts + p.shape.physical, *padded = ranks + p.shape.world;
     if (threadIdx.x == 0) found.overflow = 0;
-    bool poisoned = moe_poisoned(p.shape);
-    bool agreed = moe_agreed(p.shape, p.op);
+    bool poisoned = threadIdx.x == 0 && *(const volatile u32 *)p.shape.poisoned != 0;
+    bool bad = moe_differs(p.shape, p.op);
     MoeReport report = {};
-    report.verdict = poisoned ? MOE_POISONED : agreed ? MOE_OK : MOE_DISAGREE;
+    if (__syncthreads_or(bad || poisoned)) report.verdict = __syncthreads_or(poisoned) ? MOE_POISONED : MOE_DISAGREE;
     if (report.verdict == MOE_OK) {
         plan_sum(p, experts, ranks, found);
         plan_offsets(p, experts, padded);
@@ -208,8 +206,6 @@ extern "C" __global__ void __launch_bounds__(1024, 1) moe_plan(const __grid_cons
     u32 rows = good ? (u32)ranks[p.shape.rank] : 0;
     u32 expert_rows = good && p.alignment ? (u32)padded[p.shape.rank] : 0;
     if (good) plan_summary(p, rows, expert_rows);
-    __threadfence_system();
-    __syncthreads();
     if (threadIdx.x == 0) {
         MoeLane *lane = (MoeLane *)p.op.lane;
         const MoeHeader *own = moe_mailbox(p.shape, p.op, p.shape.rank);

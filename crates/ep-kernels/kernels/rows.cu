@@ -32,19 +32,25 @@ EP_CHECK_FIELD(MoeRowsParams, reserved);
 
 typedef const MoeRowsParams &Params;
 
-// Whether rows move. All threads of the block get the same answer.
+// Whether rows move: a barrier of the block, all threads of which get the same answer. Rows of an
+// uncached dispatch follow the plan, which has just looked at everything.
 template <bool EXPAND>
 __device__ bool rows_may_move(Params p) {
     bool bad = ((const MoeHandleHeader *)p.routing.header)->status != 0;
     if (EXPAND) return !moe_poisoned(p.shape, bad || ((const MoeLane *)p.op.lane)->refused != 0);
-    if (!p.check) return !moe_poisoned(p.shape, bad);
-    bool poisoned = moe_poisoned(p.shape), agreed = moe_agreed(p.shape, p.op);
-    moe_verdict(p.shape, p.op, poisoned, agreed);
-    return !poisoned && agreed;
+    if (p.check) return moe_goes_on(p.shape, p.op, bad);
+    if (blockIdx.x == 0) moe_awaits(p.shape, p.op, MOE_ROWS, ((const MoeLane *)p.op.lane)->sequence);
+    return !__syncthreads_or(bad);
+}
+
+// Tells the host how it went, once this block's first warp has moved its rows.
+template <bool EXPAND>
+__device__ void rows_report(Params p) {
+    if (!EXPAND && p.check) moe_verdict(p.shape, p.op, MOE_OK);
 }
 
 // For dispatch, where this rank's rows start at each rank, then each rank's first expert and how many
-// it has.
+// it has. The barrier of `rows_may_move` follows.
 template <bool EXPAND>
 __device__ void rows_fill_table(Params p, u64 *table) {
     if (!EXPAND) {
@@ -60,7 +66,6 @@ __device__ void rows_fill_table(Params p, u64 *table) {
         table[0] = moe_rank_rows(p.shape, p.op, p.shape.rank);
         table[1] = moe_expert_rows(p.shape, p.op, p.shape.rank);
     }
-    __syncthreads();
 }
 
 template <bool EXPAND>
@@ -242,8 +247,8 @@ __device__ void rows_tma(Params p) {
     u32 warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x & 31;
     u64 *table = (u64 *)(shared + (u64)warps * STAGES * p.chunk);
     u64 *barriers = table + (EXPAND ? 2 : 2 * p.shape.world);
-    if (!rows_may_move<EXPAND>(p)) return;
     rows_fill_table<EXPAND>(p, table);
+    if (!rows_may_move<EXPAND>(p)) return;
     u32 buffer = ep_shared(shared) + warp * STAGES * p.chunk;
     u32 barrier = ep_shared(barriers) + warp * STAGES * 8;
     if (lane == 0) {
@@ -309,6 +314,7 @@ __device__ void rows_tma(Params p) {
         }
     }
     if (EXPAND) rows_write_padding(p, table);
+    rows_report<EXPAND>(p);
     ep_bulk_wait_written();
 }
 #endif
@@ -317,8 +323,8 @@ template <bool EXPAND, int UNROLL>
 __device__ void rows_ldst(Params p) {
     extern __shared__ __align__(128) unsigned char shared[];
     u64 *table = (u64 *)shared;
-    if (!rows_may_move<EXPAND>(p)) return;
     rows_fill_table<EXPAND>(p, table);
+    if (!rows_may_move<EXPAND>(p)) return;
     u32 warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x & 31;
     u32 rows = rows_count<EXPAND>(p), quads = p.row.payload_bytes / 16, width = rows_width<EXPAND>(p);
     for (u64 row = blockIdx.x * warps + warp; row < rows; row += (u64)gridDim.x * warps) {
@@ -354,6 +360,7 @@ __device__ void rows_ldst(Params p) {
         }
     }
     if (EXPAND) rows_write_padding(p, table);
+    rows_report<EXPAND>(p);
 }
 
 #define ROWS_LDST(UNROLL, THREADS)                                                                     \

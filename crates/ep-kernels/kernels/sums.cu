@@ -62,14 +62,18 @@ typedef const MoeSumsParams &Params;
 #define PER_EXPERT 1
 #define LOCAL 2
 
+// A barrier of the block, all threads of which get the same answer.
 __device__ bool sums_may_run(Params p) {
-    if (!p.check) return !moe_poisoned(p.shape, ((const MoeHandleHeader *)p.routing.header)->status != 0);
-    bool poisoned = moe_poisoned(p.shape), agreed = moe_agreed(p.shape, p.op);
-    moe_verdict(p.shape, p.op, poisoned, agreed);
-    return !poisoned && agreed;
+    if (p.check) return moe_goes_on(p.shape, p.op, false);
+    return !moe_poisoned(p.shape, ((const MoeHandleHeader *)p.routing.header)->status != 0);
 }
 
-// Where the rows of each rank start.
+// Tells the host how it went, once this block's first warp has written its sums.
+__device__ inline void sums_report(Params p) {
+    if (p.check) moe_verdict(p.shape, p.op, MOE_OK);
+}
+
+// Where the rows of each rank start. The barrier of `sums_may_run` follows.
 __device__ void sums_fill_table(Params p, u64 *table) {
     if (p.mode == LOCAL) {
         u64 own = ((const u64 *)p.shape.windows)[p.shape.rank] + p.shape.slots_at + p.slot * p.shape.slot_bytes;
@@ -81,7 +85,6 @@ __device__ void sums_fill_table(Params p, u64 *table) {
                                                 (u64)((const u32 *)p.routing.sent_base)[r] * p.from.stride
                                           : moe_expert_rows(p.shape, p.op, r);
     }
-    __syncthreads();
 }
 
 __device__ inline u32 sums_tokens(Params p) {
@@ -260,8 +263,8 @@ __device__ void sums_tma(Params p) {
     u64 *table = (u64 *)(shared + (u64)warps * STAGES * chunk);
     u64 *barriers = table + (p.mode == LOCAL ? 2 : p.shape.world);
     u32 *counted = (u32 *)(barriers + warps * STAGES) + warp * SUMS_AHEAD;
-    if (!sums_may_run(p)) return;
     sums_fill_table(p, table);
+    if (!sums_may_run(p)) return;
     u32 buffer = ep_shared(shared) + warp * STAGES * chunk;
     u32 barrier = ep_shared(barriers) + warp * STAGES * 8;
     if (lane < STAGES) {
@@ -394,6 +397,7 @@ __device__ void sums_tma(Params p) {
         if ((p.weights_home || p.mode == LOCAL) && walk.part == 0) sums_weights(p, table, token);
         ep_step(walk);
     }
+    sums_report(p);
 }
 #endif
 
@@ -401,8 +405,8 @@ template <int DTYPE, int UNROLL>
 __device__ void sums_ldst(Params p) {
     extern __shared__ __align__(128) unsigned char shared[];
     u64 *table = (u64 *)shared;
-    if (!sums_may_run(p)) return;
     sums_fill_table(p, table);
+    if (!sums_may_run(p)) return;
     u32 warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x & 31;
     u32 tokens = sums_tokens(p), quads = p.row_bytes / 16;
     for (u64 token = blockIdx.x * warps + warp; token < tokens; token += (u64)gridDim.x * warps) {
@@ -434,6 +438,7 @@ __device__ void sums_ldst(Params p) {
         }
         if (p.weights_home || p.mode == LOCAL) sums_weights(p, table, token);
     }
+    sums_report(p);
 }
 
 #define SUMS_LDST(UNROLL, THREADS)                                                              \

@@ -139,7 +139,7 @@ impl Dispatched {
         if let Err(error) = self.check_combine(&out) {
             return Err(CombineError { error, result: Some(Box::new(self)) });
         }
-        Ok(self.combine_send(queue, opts)?.recv(queue, out)?)
+        Ok(self.send(queue, opts, true)?.recv(queue, out)?)
     }
 
     fn check_combine(&self, out: &Combined<'_>) -> Result<()> {
@@ -158,9 +158,21 @@ impl Dispatched {
         queue: &Queue,
         opts: &CombineOpts,
     ) -> Result<CombineSend, CombineError> {
+        self.send(queue, opts, false)
+    }
+
+    /// [`Dispatched::combine_send`]; `whole`: the second half follows at once, on the same queue.
+    fn send(
+        self,
+        queue: &Queue,
+        opts: &CombineOpts,
+        whole: bool,
+    ) -> Result<CombineSend, CombineError> {
+        #[cfg(not(feature = "cuda"))]
+        let _ = whole;
         #[cfg(feature = "cuda")]
         if self.ep.gpu.is_some() {
-            let folding = self.post_on_gpu(queue, opts)?;
+            let folding = self.post_on_gpu(queue, opts, whole)?;
             return Ok(CombineSend { parts: Some(Started::Gpu(folding)) });
         }
         let prepared = host_queue(OP, queue).and_then(|()| self.prepare(opts));
@@ -177,13 +189,14 @@ impl Dispatched {
         self,
         queue: &Queue,
         opts: &CombineOpts,
+        whole: bool,
     ) -> Result<crate::gpu::Folding, CombineError> {
         let sound = node::check_precision(OP, self.ep.across.hierarchical, opts.precision);
         let kind = match sound.and_then(|()| self.outgoing()) {
             Ok(kind) => kind,
             Err(error) => return Err(CombineError { error, result: Some(Box::new(self)) }),
         };
-        crate::gpu::Folding::post(self, queue, opts, kind)
+        crate::gpu::Folding::post(self, queue, opts, kind, whole)
             .map_err(|(error, result)| CombineError { error, result })
     }
 
@@ -414,7 +427,7 @@ fn all_on_gpu(
     let mut started = Vec::with_capacity(calls.len());
     for (i, (result, out)) in calls.into_iter().enumerate() {
         let ep = result.ep.clone();
-        match result.post_on_gpu(queues[i % queues.len()], opts) {
+        match result.post_on_gpu(queues[i % queues.len()], opts, false) {
             Ok(folding) => started.push((folding, out)),
             Err(error) if started.is_empty() => return Err(error.into()),
             // Ranks that have announced the operation cannot take it back.

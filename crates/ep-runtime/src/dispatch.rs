@@ -70,7 +70,7 @@ impl Ep {
         route: Route<'_>,
         opts: &DispatchOpts,
     ) -> Result<Dispatched> {
-        self.dispatch_send(queue, payload, route, opts)?.recv(queue)
+        self.send(queue, payload, route, opts, true)?.recv(queue)
     }
 
     /// The first half of a dispatch: returns when this rank's rows have been written. It waits,
@@ -87,13 +87,27 @@ impl Ep {
         route: Route<'_>,
         opts: &DispatchOpts,
     ) -> Result<DispatchSend> {
+        self.send(queue, payload, route, opts, false)
+    }
+
+    /// [`Ep::dispatch_send`]; `whole`: the second half follows at once, on the same queue.
+    fn send(
+        &self,
+        queue: &Queue,
+        payload: Payload<'_>,
+        route: Route<'_>,
+        opts: &DispatchOpts,
+        whole: bool,
+    ) -> Result<DispatchSend> {
         let tokens = payload.rows.len();
         let _span = tracing::trace_span!("dispatch_send", lane = opts.lane, tokens).entered();
         #[cfg(feature = "cuda")]
         if self.inner.gpu.is_some() {
-            let sent = crate::gpu::Sending::new(&self.inner, queue, &payload, &route, opts)?;
+            let sent = crate::gpu::Sending::new(&self.inner, queue, &payload, &route, opts, whole)?;
             return Ok(DispatchSend { parts: Some(Sent::Gpu(sent)) });
         }
+        #[cfg(not(feature = "cuda"))]
+        let _ = whole;
         host_queue(OP, queue)?;
         Posted::new(&self.inner, &payload, &route, opts)?.send(&payload)
     }

@@ -127,7 +127,7 @@ pub use views::{Rows, RowsMut};
 pub use {
     ep_kernels::cuda::moe::{CopyPath, MovePlan},
     ep_kernels::cuda::{CudaError, LaunchAttributes},
-    ep_transport::{NvlinkTransport, StreamSide},
+    ep_transport::{Meeting, NvlinkTransport, StreamSide},
 };
 
 /// The result of this crate's operations.

@@ -14,8 +14,8 @@ use common::{eps_of, exercise, ranks};
 use cudarc::driver::sys;
 use ep_bench::oracle::{Float, JobSpec, Mode, Payload as Kind, PlacementSpec, Routing};
 use ep_runtime::{
-    CombineOpts, Combined, DispatchOpts, EpBuilder, EpError, ErrorKind, Layout, Precision, Queue,
-    Route, combine_all, dispatch_all,
+    CombineOpts, Combined, DispatchOpts, EpBuilder, EpError, ErrorKind, Layout, Place, Precision,
+    Queue, Route, combine_all, dispatch_all,
 };
 
 #[test]
@@ -150,7 +150,9 @@ fn what_is_in_use_is_refused() {
     small(&gpus, 2, &builder(), |one| {
         one.load(&Tokens::new(one.ep.rank(), 4));
         let handle = one.dispatch(4, &opts(0)).unwrap().handle().clone();
-        let two = gpus.place(one.ep.rank(), 2, builder()).build(one.ep.group()).unwrap();
+        // Not by `gpus.place`, which takes the memory that this rank holds.
+        let two = builder().place(Place::Cuda(one.gpu.ordinal())).handles(4);
+        let two = two.build(one.ep.group()).unwrap();
         let cached = Route::Cached(&handle);
         let e = two.dispatch(&one.queue(), one.payload(4), cached, &opts(0));
         assert_argument(e, "another group");

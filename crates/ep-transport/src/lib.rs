@@ -52,9 +52,9 @@ pub use group::{DEFAULT_TIMEOUT, Group};
 pub use health::{Fault, Health};
 #[cfg(not(loom))]
 pub use host_link::{HostLink, Region};
-#[cfg(feature = "cuda")]
-pub use link::StreamSide;
 pub use link::{Link, Mapping, Memory, Put, Reach, Receive, Transport, WindowSpec};
+#[cfg(feature = "cuda")]
+pub use link::{Meeting, StreamSide};
 #[cfg(all(feature = "cuda", not(loom)))]
 pub use nvlink::NvlinkTransport;
 #[cfg(all(feature = "cuda", not(loom)))]

@@ -53,9 +53,40 @@ pub struct StreamSide {
     /// A `u32`: 0, then 1 for ever once waits were released because the group failed. Whoever comes
     /// after a wait looks here before it believes what it waited for.
     pub poisoned: u64,
-    /// `u64 [flags]`: a number that changes with every operation, for who waits for that flag, so
-    /// that the watchdog sees progress.
-    pub progress: u64,
+    /// `u32`, [`AWAITED_STRIDE`](Self::AWAITED_STRIDE) bytes apart, by flag, then source: not 0 while
+    /// the stream waits for that flag, as the watchdog then sees. A kernel that marks a wait which
+    /// follows it ([`Meeting::marked`]) writes a number there that changes with every operation; the
+    /// end of the wait clears it.
+    pub awaited: u64,
+}
+
+#[cfg(feature = "cuda")]
+impl StreamSide {
+    /// Bytes from one word of [`StreamSide::awaited`] to the next.
+    pub const AWAITED_STRIDE: u64 = 64;
+
+    /// The word for `source` of `flag` in a group of `world` ranks.
+    pub fn awaited(&self, flag: u32, world: usize, source: usize) -> u64 {
+        self.awaited + (u64::from(flag) * world as u64 + source as u64) * Self::AWAITED_STRIDE
+    }
+}
+
+/// A flag that is raised and awaited among the same ranks, on a stream.
+#[cfg(feature = "cuda")]
+#[derive(Clone, Copy, Debug)]
+pub struct Meeting<'a> {
+    /// What waits, for errors.
+    pub op: &'static str,
+    /// With whom.
+    pub peers: &'a [usize],
+    /// The flag.
+    pub flag: u32,
+    /// As in [`Link::wait`].
+    pub deadline: Deadline,
+    /// Whether the flag is raised at the peers first, as by [`Link::signal`].
+    pub signal: bool,
+    /// Whether an earlier kernel on the stream has marked [`StreamSide::awaited`] for each of them.
+    pub marked: bool,
 }
 
 /// How a peer's window is reached.
@@ -234,6 +265,21 @@ pub unsafe trait Link: Debug + Send + Sync {
         flag: u32,
         deadline: Deadline,
     ) -> Result<()>;
+
+    /// [`Link::signal`] to each of some peers, if so asked, then [`Link::wait`] for the same flag of all
+    /// of them: in one step where the link has one, since every step takes the stream a microsecond
+    /// or more.
+    ///
+    /// # Errors
+    /// As both.
+    #[cfg(feature = "cuda")]
+    fn meet(&self, queue: &Queue, meeting: &Meeting<'_>) -> Result<()> {
+        let &Meeting { op, peers, flag, deadline, signal, .. } = meeting;
+        if signal {
+            peers.iter().try_for_each(|&peer| self.signal(queue, peer, flag))?;
+        }
+        self.wait(queue, op, peers, flag, deadline)
+    }
 
     /// Whether `wait` would return at once, be it with an error because the group has failed.
     fn ready(&self, peers: &[usize], flag: u32) -> bool;

@@ -30,6 +30,10 @@ pub(crate) struct Folding {
     format: OutFormat,
     per_rank: bool,
     weighted: bool,
+    /// Both halves come at once: flags are raised only where they are awaited, in one step with that.
+    whole: bool,
+    /// Whether peers have been told that this rank's rows are ready.
+    announced: bool,
     turn: Turn,
     /// The caller's, for when sums are given up.
     queue: Queue,
@@ -49,17 +53,18 @@ impl Folding {
     }
 
     /// Everything that can fail before peers are told; then tells them. A refusal gives the result
-    /// back.
+    /// back. `whole`: the second half follows at once, and tells them.
     pub fn post(
         result: Dispatched,
         queue: &Queue,
         opts: &CombineOpts,
         kind: PayloadKind,
+        whole: bool,
     ) -> Result<Self, (EpError, Option<Box<Dispatched>>)> {
         match prepare(&result, queue, opts, kind) {
             Ok((lane, turn)) => {
                 let ep = lane.ep.clone();
-                Self::announce(result, (lane, turn, queue), opts, kind)
+                Self::announce(result, (lane, turn, queue), opts, kind, whole)
                     .map_err(|e| (ep.give_up(OP, e), None))
             }
             Err(error) => Err((error, Some(Box::new(result)))),
@@ -71,6 +76,7 @@ impl Folding {
         (lane, turn, queue): (LaneGuard, Turn, &Queue),
         opts: &CombineOpts,
         kind: PayloadKind,
+        whole: bool,
     ) -> Result<Self> {
         let ep = lane.ep.clone();
         let gpu = gpu(&ep);
@@ -113,11 +119,26 @@ impl Folding {
             ..Header::default()
         };
         gpu.announce(&ep, &turn, header, memory.header())?;
-        gpu.signal(&ep, &turn, Phase::Posted)?;
+        if !whole {
+            gpu.signal(&ep, &turn, Phase::Posted)?;
+        }
         let Dispatched { slot, handle, .. } = result;
         let (per_rank, weighted) = (reduced || !expert_major, opts.weighted && !reduced);
         let (slot, queue, format) = (Some(slot), queue.clone(), travelling);
-        Ok(Self { lane, slot, handle, kind, format, per_rank, weighted, turn, queue })
+        let announced = !whole;
+        Ok(Self {
+            lane,
+            slot,
+            handle,
+            kind,
+            format,
+            per_rank,
+            weighted,
+            whole,
+            announced,
+            turn,
+            queue,
+        })
     }
 
     /// The second half: sums once all rows are ready; `queue` waits until all have read.
@@ -129,25 +150,33 @@ impl Folding {
     /// Waits, on the stream, for all announcements, and sums.
     fn sum(&mut self, queue: &Queue, out: &mut Combined<'_>) -> Result<()> {
         let args = self.arguments(out)?;
-        let summed = self.gpu().follow(OP, &self.turn, queue).and_then(|()| self.submit_sum(&args));
+        let followed = self.gpu().follow(OP, &self.turn, queue);
+        let summed = followed.and_then(|()| self.submit_sum(&args));
         summed.map_err(|e| self.lane.ep.give_up(OP, e))
     }
 
-    fn submit_sum(&self, args: &CombineArgs) -> Result<()> {
+    fn submit_sum(&mut self, args: &CombineArgs) -> Result<()> {
+        self.meet_posted()?;
         let (ep, gpu) = (&self.lane.ep, self.gpu());
-        gpu.wait(ep, &self.turn, "combine, announcements", Phase::Posted)?;
         let plan = gpu.plan(Moving::Combine, args.hidden * args.dtype.size() as u32);
         // SAFETY: `out` and biases are rows of this many tokens on this GPU (checked); rows are in
         // slots whose owners announced them for this operation and keep them until Done.
         unsafe { gpu.submit(&self.turn, &MoeWork::Combine(&plan, args))? };
-        gpu.signal(ep, &self.turn, Phase::Done)
+        if self.whole { Ok(()) } else { gpu.signal(ep, &self.turn, Phase::Done) }
+    }
+
+    /// Waits, on the stream, for all announcements.
+    fn meet_posted(&mut self) -> Result<()> {
+        let signal = !std::mem::replace(&mut self.announced, true);
+        let ep = &self.lane.ep;
+        self.gpu().meet(ep, &self.turn, "combine, announcements", Phase::Posted, signal)
     }
 
     fn finish(mut self, queue: &Queue) -> Result<Event> {
         let ep = self.lane.ep.clone();
         let gpu = gpu(&ep);
         let ended = (|| {
-            gpu.wait(&ep, &self.turn, "combine, read by all", Phase::Done)?;
+            gpu.meet(&ep, &self.turn, "combine, read by all", Phase::Done, self.whole)?;
             gpu.finish(OP, &self.turn, queue)
         })();
         let point = ended.map_err(|e| ep.give_up(OP, e))?;
@@ -222,7 +251,7 @@ impl Folding {
     fn give_up(&mut self) -> Result<()> {
         let ep = self.lane.ep.clone();
         let gpu = gpu(&ep);
-        gpu.wait(&ep, &self.turn, "combine, announcements", Phase::Posted)?;
+        self.meet_posted()?;
         gpu.signal(&ep, &self.turn, Phase::Done)?;
         gpu.wait(&ep, &self.turn, "combine, read by all", Phase::Done)?;
         let point = gpu.finish(OP, &self.turn, &self.queue)?;

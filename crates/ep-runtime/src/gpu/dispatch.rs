@@ -37,9 +37,17 @@ pub(crate) struct Sending {
     cached: bool,
     kind: PayloadKind,
     capacity: bool,
+    joined: Joined,
     turn: Turn,
     /// The caller's, which may reuse the payload once the operation is over.
     queue: Queue,
+}
+
+/// Which flags of a dispatch are raised only where they are awaited, in one step with that.
+#[derive(Clone, Copy, Debug, Default)]
+struct Joined {
+    posted: bool,
+    done: bool,
 }
 
 impl Sending {
@@ -55,15 +63,20 @@ impl Sending {
         &self.lane
     }
 
-    /// Everything up to this rank's rows, and in exact mode the host's knowledge of the peers'.
+    /// Everything up to this rank's rows, and in exact mode the host's knowledge of the peers'. `whole`:
+    /// the second half follows at once.
     pub fn new(
         ep: &Arc<Inner>,
         queue: &Queue,
         payload: &Payload<'_>,
         route: &Route<'_>,
         opts: &DispatchOpts,
+        whole: bool,
     ) -> Result<Self> {
-        let mut sending = Self::post(ep, queue, payload, route, opts)?;
+        // A host that has to learn how many rows come does not let the peers wait for that.
+        let counts_known = opts.capacity || matches!(route, Route::Cached(_));
+        let joined = Joined { posted: true, done: whole && counts_known };
+        let mut sending = Self::post(ep, queue, payload, route, opts, joined)?;
         sending.advance(payload)?;
         match sending.settle() {
             Ok(()) => Ok(sending),
@@ -78,6 +91,7 @@ impl Sending {
         payload: &Payload<'_>,
         route: &Route<'_>,
         opts: &DispatchOpts,
+        joined: Joined,
     ) -> Result<Self> {
         ep.usable(OP)?;
         payload::check(OP, ep, payload, route, opts)?;
@@ -98,7 +112,7 @@ impl Sending {
         let capacity = opts.capacity;
         let (slot, handle) = (Some(slot), Some(handle));
         let queue = queue.clone();
-        let sending = Self { lane, slot, handle, cached, kind, capacity, turn, queue };
+        let sending = Self { lane, slot, handle, cached, kind, capacity, joined, turn, queue };
         // From here on peers may count on this rank.
         let announced = sending.announce(header, route, opts);
         announced.map_err(|e| ep.give_up(OP, e))?;
@@ -164,7 +178,7 @@ impl Sending {
                 gpu.announce(ep, &self.turn, header, memory.header())?;
             }
         }
-        gpu.signal(ep, &self.turn, Phase::Posted)
+        if self.joined.posted { Ok(()) } else { gpu.signal(ep, &self.turn, Phase::Posted) }
     }
 
     /// Waits, on the stream, for all announcements; then rows move.
@@ -175,7 +189,7 @@ impl Sending {
 
     fn move_rows(&self, payload: &Payload<'_>) -> Result<()> {
         let (ep, gpu, turn) = (&self.lane.ep, self.gpu(), &self.turn);
-        gpu.wait(ep, turn, "dispatch, announcements", Phase::Posted)?;
+        gpu.meet(ep, turn, "dispatch, announcements", Phase::Posted, self.joined.posted)?;
         let memory = self.memory();
         let op = gpu.op(ep, turn);
         if !self.cached {
@@ -205,7 +219,7 @@ impl Sending {
         // SAFETY: the payload is as many rows as the routing has tokens (checked on entry), on this
         // GPU; the targets are slots their owners offered for this operation.
         unsafe { gpu.submit(turn, &MoeWork::Dispatch(&plan, &args))? };
-        gpu.signal(ep, turn, Phase::Done)
+        if self.joined.done { Ok(()) } else { gpu.signal(ep, turn, Phase::Done) }
     }
 
     fn layout(&self) -> Layout {
@@ -241,7 +255,7 @@ impl Sending {
     fn close(&mut self) -> Result<()> {
         let ep = self.lane.ep.clone();
         let gpu = gpu(&ep);
-        gpu.wait(&ep, &self.turn, "dispatch, rows", Phase::Done)?;
+        gpu.meet(&ep, &self.turn, "dispatch, rows", Phase::Done, self.joined.done)?;
         let point = gpu.finish(OP, &self.turn, &self.queue)?;
         if let Some(mut slot) = self.slot.take() {
             gpu.free_after(&mut slot, &point, &self.turn);
@@ -273,7 +287,7 @@ impl Sending {
         let ep = self.lane.ep.clone();
         let (gpu, turn) = (gpu(&ep), &self.turn);
         gpu.follow(OP, turn, queue)?;
-        gpu.wait(&ep, turn, "dispatch, rows", Phase::Done)?;
+        gpu.meet(&ep, turn, "dispatch, rows", Phase::Done, self.joined.done)?;
         let handle = self.handle.as_ref().expect("taken once");
         let memory = memory(handle);
         if let Layout::ExpertMajor { .. } = handle.layout {
@@ -415,7 +429,7 @@ pub(crate) fn dispatch_all(
     let mut sending: Vec<Sending> = Vec::with_capacity(calls.len());
     for (i, (ep, payload, route)) in calls.iter().enumerate() {
         let queue = queues[i % queues.len()];
-        let one = Sending::post(&ep.inner, queue, payload, route, opts);
+        let one = Sending::post(&ep.inner, queue, payload, route, opts, Joined::default());
         // Ranks that have announced the operation cannot take it back.
         let first = sending.is_empty();
         sending.push(one.map_err(|e| if first { e } else { ep.inner.give_up(OP, e) })?);

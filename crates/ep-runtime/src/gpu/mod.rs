@@ -25,7 +25,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use cudarc::driver::sys::CUstream;
 use ep_kernels::cuda::moe::{AnnounceArgs, MoeHeader, MoeOp, MoeShape, MoeWork, MovePlan};
 use ep_kernels::cuda::{CudaError, Device, DeviceProperties, LaunchFlags, PointerPlace};
-use ep_transport::{Queue, StreamSide, TransportError};
+use ep_transport::{Meeting, Queue, StreamSide, TransportError};
 use parking_lot::Mutex;
 
 pub(crate) use build::{Prepared, Sizes, SmChoice};
@@ -257,13 +257,14 @@ impl Gpu {
     /// The struct every kernel of an operation takes.
     fn op(&self, ep: &Inner, turn: &Turn) -> MoeOp {
         let lane = self.lane(turn.lane);
-        let progress = self.side.progress + 8 * u64::from(Phase::Posted.flag(turn.lane));
+        // Kernels know the phases of a lane by what lies between their first words.
+        let awaited = self.side.awaited(Phase::Posted.flag(turn.lane), ep.group.world(), 0);
         MoeOp {
             lane: lane.state,
             mailboxes: ep.local(ep.window.mailbox(turn.lane, 0)) as u64,
             report: turn.ticket.report(lane.reports, self.sizes.report),
             ticket: turn.ticket.number(),
-            progress,
+            awaited,
             lane_index: turn.lane as u64,
         }
     }
@@ -294,6 +295,23 @@ impl Gpu {
         })
     }
 
+    /// Waits for a phase; `signal`: raises it before, in the same step if possible. A kernel of the
+    /// operation has told the watchdog.
+    fn meet(
+        &self,
+        ep: &Inner,
+        turn: &Turn,
+        op: &'static str,
+        phase: Phase,
+        signal: bool,
+    ) -> Result<()> {
+        let (queue, flag) = (&self.lane(turn.lane).queue, phase.flag(turn.lane));
+        let (peers, deadline, marked) = (&ep.peers[..], ep.deadline(), true);
+        let meeting = Meeting { op, peers, flag, deadline, signal, marked };
+        ep.check(op, ep.link.meet(queue, &meeting))
+    }
+
+    /// As [`Gpu::meet`] where no kernel of the operation has told the watchdog.
     fn wait(&self, ep: &Inner, turn: &Turn, op: &'static str, phase: Phase) -> Result<()> {
         let (queue, flag) = (&self.lane(turn.lane).queue, phase.flag(turn.lane));
         ep.check(op, ep.link.wait(queue, op, &ep.peers, flag, ep.deadline()))

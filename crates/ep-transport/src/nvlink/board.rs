@@ -1,12 +1,13 @@
 //! Flags in host memory that all ranks of a host and all their GPUs see.
 //!
-//! A rank's board, in one page-locked piece of shared memory: a `u32` per (flag, source), each in a
-//! cache line of its own; then per flag a `u32` that says that a stream waits for it; then the words
-//! of [`StreamSide`]; then those of [`Pacing`], which are for hosts only. Streams write and await the words by memory operations, hosts by atomics.
+//! A rank's board, in one page-locked piece of shared memory: a cache line per (flag, source), in which
+//! the flag, a `u32`, is followed by another that says that a stream waits for it, so that one write of
+//! eight bytes ends both; then the sticky word of [`StreamSide`]; then the words of [`Pacing`], which are
+//! for hosts only. Streams write and await the words by memory operations, hosts by atomics.
 
 use std::collections::HashMap;
 use std::ffi::c_void;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, LazyLock, Weak};
 
 use parking_lot::Mutex;
@@ -14,7 +15,7 @@ use parking_lot::Mutex;
 use super::driver::{Gpu, OP};
 use crate::{Beside, Link, Pacing, Reach, Result, StreamSide, TransportError};
 
-const LINE: usize = 64;
+const LINE: usize = StreamSide::AWAITED_STRIDE as usize;
 /// `CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP`.
 const PORTABLE_MAPPED: u32 = 1 | 2;
 
@@ -34,16 +35,12 @@ impl Map {
         (flag as usize * self.world + source) * LINE
     }
 
-    fn waiting(&self, flag: u32) -> usize {
-        self.flag(self.flags, 0) + flag as usize * LINE
-    }
-
-    fn progress(&self) -> usize {
-        self.waiting(self.flags)
+    fn awaited(&self, flag: u32, source: usize) -> usize {
+        self.flag(flag, source) + 4
     }
 
     fn poisoned(&self) -> usize {
-        (self.progress() + 8 * self.flags as usize).next_multiple_of(LINE)
+        self.flag(self.flags, 0)
     }
 
     fn pacing(&self) -> usize {
@@ -154,11 +151,6 @@ impl Board {
         self.boards[self.rank].1.device + self.map.flag(flag, source) as u64
     }
 
-    /// The word that says that a stream waits for a flag, as GPUs see it.
-    pub fn waiting_word(&self, flag: u32) -> u64 {
-        self.boards[self.rank].1.device + self.map.waiting(flag) as u64
-    }
-
     pub fn set(&self, peer: usize, flag: u32) {
         // Release: what this thread did before is seen by who sees the flag.
         self.word(peer, self.map.flag(flag, self.rank)).store(1, Ordering::Release);
@@ -172,15 +164,15 @@ impl Board {
         self.word(self.rank, self.map.flag(flag, source)).store(0, Ordering::Relaxed);
     }
 
-    pub fn waiting(&self, flag: u32) -> bool {
-        self.word(self.rank, self.map.waiting(flag)).load(Ordering::Relaxed) != 0
-    }
-
-    pub fn progress(&self, flag: u32) -> u64 {
-        let at = self.boards[self.rank].0 + self.map.progress() + 8 * flag as usize;
-        // SAFETY: an aligned word of a board that stays mapped while `self` lives; the host only ever
-        // loads it, atomically.
-        unsafe { AtomicU64::from_ptr(at as *mut u64) }.load(Ordering::Relaxed)
+    /// The sources whose flag a stream waits for and that have not raised it, with the numbers that
+    /// the waits were marked with.
+    pub fn absent(&self, flag: u32) -> Vec<(usize, u32)> {
+        let mark =
+            |source| self.word(self.rank, self.map.awaited(flag, source)).load(Ordering::Relaxed);
+        (0..self.map.world)
+            .map(|source| (source, mark(source)))
+            .filter(|&(source, mark)| mark != 0 && !self.is_set(flag, source))
+            .collect()
     }
 
     pub fn poison(&self) {
@@ -205,7 +197,7 @@ impl Board {
         let device = self.boards[self.rank].1.device;
         StreamSide {
             poisoned: device + self.map.poisoned() as u64,
-            progress: device + self.map.progress() as u64,
+            awaited: device + self.map.awaited(0, 0) as u64,
         }
     }
 }
@@ -220,8 +212,7 @@ mod tests {
             let map = Map::new(flags, world);
             let mut words: Vec<(usize, usize)> = (0..flags)
                 .flat_map(|f| (0..world).map(move |s| (map.flag(f, s), 4)))
-                .chain((0..flags).map(|f| (map.waiting(f), 4)))
-                .chain((0..flags as usize).map(|f| (map.progress() + 8 * f, 8)))
+                .chain((0..flags).flat_map(|f| (0..world).map(move |s| (map.awaited(f, s), 4))))
                 .chain([(map.poisoned(), 4)])
                 .chain([(map.pacing(), Pacing::bytes(flags, world))])
                 .collect();

@@ -11,14 +11,18 @@ use super::memory::{Mapped, Setup};
 use super::watchdog::Watchdog;
 use crate::host_link::{check_flag, check_put, check_rank};
 use crate::{
-    Deadline, Group, Link, Mapping, Memory, Pacing, Put, Queue, Reach, Result, StreamSide,
+    Deadline, Group, Link, Mapping, Meeting, Memory, Pacing, Put, Queue, Reach, Result, StreamSide,
     TransportError, WindowSpec,
 };
 
-/// `CU_STREAM_MEM_OP_WAIT_VALUE_32`, `CU_STREAM_MEM_OP_WRITE_VALUE_32`; `CU_STREAM_WAIT_VALUE_EQ`.
+/// `CU_STREAM_MEM_OP_WAIT_VALUE_32`, `CU_STREAM_MEM_OP_WRITE_VALUE_32`,
+/// `CU_STREAM_MEM_OP_WRITE_VALUE_64`; `CU_STREAM_WAIT_VALUE_EQ`.
 const WAIT: u64 = 1;
 const WRITE: u64 = 2;
+const WRITE_BOTH: u64 = 5;
 const EQUAL: u64 = 1;
+/// `CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS`.
+const WIDE: i32 = 122;
 /// The driver takes at most 256 operations in a batch.
 const BATCH: usize = 128;
 /// How often a waiting host looks at flags that streams raise: no futex hears of them.
@@ -45,22 +49,31 @@ pub(super) struct NvlinkLink {
 /// What a link keeps alive for the group's health.
 pub(super) trait Bell: Send + Sync + std::fmt::Debug {}
 
-/// The operations of a wait for `flag` of all `sources`, in chunks for the driver: the watchdog is
-/// told before and behind them. All flags are awaited before any is reset, so that the watchdog sees
-/// who is absent.
-pub(super) fn wait_ops(
-    waiting: u64,
-    flags: impl Iterator<Item = u64> + Clone,
+/// A flag, and whether the watchdog still has to be told that it is waited for.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Ours {
+    pub at: u64,
+    pub marked: bool,
+}
+
+/// The operations that raise `theirs` and wait for `ours`, in chunks for the driver. All flags are
+/// awaited before any is reset, so that the watchdog sees who is absent. The mark of a wait stands behind
+/// its flag: one `wide` write resets both. Each operation takes a stream more than a microsecond.
+pub(super) fn meet_ops(
+    theirs: impl Iterator<Item = u64>,
+    ours: impl Iterator<Item = Ours> + Clone,
+    wide: bool,
     mut submit: impl FnMut(&mut [MemOp]) -> Result<()>,
 ) -> Result<()> {
-    let write = |address, value| MemOp { operation: WRITE, address, value, ..MemOp::default() };
-    let wait =
-        |address| MemOp { operation: WAIT, address, value: 1, flags: EQUAL, ..MemOp::default() };
-    let all = [write(waiting, 1)]
-        .into_iter()
-        .chain(flags.clone().map(wait))
-        .chain(flags.map(|at| write(at, 0)))
-        .chain([write(waiting, 0)]);
+    let op = |operation, address, value| MemOp { operation, address, value, ..MemOp::default() };
+    let all = (theirs.map(|at| op(WRITE, at, 1)))
+        .chain(ours.clone().filter(|flag| !flag.marked).map(|flag| op(WRITE, flag.at + 4, 1)))
+        .chain(ours.clone().map(|flag| MemOp { flags: EQUAL, ..op(WAIT, flag.at, 1) }))
+        .chain(ours.flat_map(|flag| {
+            let narrow = [Some(op(WRITE, flag.at + 4, 0)), Some(op(WRITE, flag.at, 0))];
+            let both = [Some(op(WRITE_BOTH, flag.at, 0)), None];
+            (if wide { both } else { narrow }).into_iter().flatten()
+        }));
     let mut chunk = [MemOp::default(); BATCH];
     let mut count = 0;
     for op in all {
@@ -107,17 +120,21 @@ impl NvlinkLink {
         self.gpu.check(OP, "cuStreamWriteValue32", code)
     }
 
-    fn wait_on_stream(&self, stream: CUstream, peers: &[usize], flag: u32) -> Result<()> {
-        const OP: &str = "wait";
+    fn meet_on_stream(&self, stream: CUstream, meeting: &Meeting<'_>) -> Result<()> {
+        let &Meeting { op, peers, flag, deadline, signal, marked } = meeting;
         let board = &self.watchdog.shared.board;
-        let _current = self.gpu.current(OP)?;
-        let flags = peers.iter().map(|&peer| board.ours(peer, flag));
-        wait_ops(board.waiting_word(flag), flags, |ops| {
+        self.watchdog.shared.waits.submit(op, flag, deadline.length());
+        let _current = self.gpu.current("wait")?;
+        let raised = if signal { peers } else { &[] };
+        let theirs = raised.iter().map(|&peer| board.theirs(peer, flag));
+        let ours = peers.iter().map(|&peer| Ours { at: board.ours(peer, flag), marked });
+        meet_ops(theirs, ours, self.gpu.attribute(WIDE) != 0, |ops| {
             // SAFETY: the words are page-locked while this link lives, and the queue's stream is
-            // live; the driver copies the operations.
+            // live; the driver copies the operations. Each write comes after a fence for everything
+            // before it on the stream.
             let code =
                 unsafe { (self.gpu.driver.batch)(stream, ops.len() as u32, ops.as_mut_ptr(), 0) };
-            self.gpu.check(OP, "cuStreamBatchMemOp", code)
+            self.gpu.check("wait", "cuStreamBatchMemOp", code)
         })
     }
 
@@ -271,10 +288,26 @@ unsafe impl Link for NvlinkLink {
             None => self.wait_on_host(op, peers, flag, deadline),
             Some(_) if peers.is_empty() => Ok(()),
             Some(stream) => {
-                self.watchdog.shared.waits.submit(op, flag, peers, deadline.length());
-                self.wait_on_stream(stream, peers, flag)
+                let (signal, marked) = (false, false);
+                self.meet_on_stream(stream, &Meeting { op, peers, flag, deadline, signal, marked })
             }
         }
+    }
+
+    fn meet(&self, queue: &Queue, meeting: &Meeting<'_>) -> Result<()> {
+        let &Meeting { op, peers, flag, deadline, signal, .. } = meeting;
+        let paced = self.pacing.as_ref().is_some_and(|pacing| pacing.concerns(peers));
+        let stream = self.stream(op, queue)?.filter(|_| !peers.is_empty());
+        // Ranks on this GPU look at each other between the two.
+        if signal && (paced || stream.is_none()) {
+            peers.iter().try_for_each(|&peer| self.signal(queue, peer, flag))?;
+            return self.meet(queue, &Meeting { signal: false, ..*meeting });
+        }
+        let Some(stream) = stream else { return self.wait(queue, op, peers, flag, deadline) };
+        check_flag(op, flag, self.spec)?;
+        peers.iter().try_for_each(|&peer| check_rank(op, peer, self.group.world()))?;
+        self.pace(op, Some(stream), (peers, flag), deadline.remaining())?;
+        self.meet_on_stream(stream, meeting)
     }
 
     fn ready(&self, peers: &[usize], flag: u32) -> bool {
@@ -292,28 +325,39 @@ mod tests {
     use super::*;
 
     #[test]
-    fn all_flags_are_awaited_then_reset_inside_the_watched_span() {
-        for count in [0, 1, 2, 63, 64, 200] {
+    fn all_flags_are_awaited_then_reset_with_their_marks() {
+        for (count, marked, wide) in [
+            (0, true, true),
+            (1, false, true),
+            (1, true, false),
+            (2, true, true),
+            (63, false, false),
+            (200, true, true),
+        ] {
             let mut all = Vec::new();
             let mut sizes = Vec::new();
-            wait_ops(7, (0..count).map(|i| 1000 + 64 * i), |ops| {
+            let ours = (0..count).map(|i| Ours { at: 1000 + 64 * i, marked });
+            meet_ops((0..count).map(|i| 64 * i), ours, wide, |ops| {
                 sizes.push(ops.len());
                 all.extend_from_slice(ops);
                 Ok(())
             })
             .unwrap();
             assert!(sizes.iter().all(|&n| n > 0 && n <= 256));
-            let (first, last) = (all[0], all[all.len() - 1]);
-            assert_eq!((first.operation, first.address, first.value), (WRITE, 7, 1));
-            assert_eq!((last.operation, last.address, last.value), (WRITE, 7, 0));
-            let inner = &all[1..all.len() - 1];
-            assert_eq!(inner.len() as u64, 2 * count);
-            let (waits, resets) = inner.split_at(count as usize);
-            for (i, (wait, reset)) in waits.iter().zip(resets).enumerate() {
-                let at = 1000 + 64 * i as u64;
-                assert_eq!((wait.operation, wait.address, wait.value), (WAIT, at, 1));
-                assert_eq!((reset.operation, reset.address, reset.value), (WRITE, at, 0));
+            let short = |op: &MemOp| (op.operation, op.address, op.value, op.flags);
+            let mut want: Vec<(u64, u64, u64, u64)> =
+                (0..count).map(|i| (WRITE, 64 * i, 1, 0)).collect();
+            if !marked {
+                want.extend((0..count).map(|i| (WRITE, 1004 + 64 * i, 1, 0)));
             }
+            want.extend((0..count).map(|i| (WAIT, 1000 + 64 * i, 1, EQUAL)));
+            for at in (0..count).map(|i| 1000 + 64 * i) {
+                match wide {
+                    true => want.push((WRITE_BOTH, at, 0, 0)),
+                    false => want.extend([(WRITE, at + 4, 0, 0), (WRITE, at, 0, 0)]),
+                }
+            }
+            assert_eq!(all.iter().map(short).collect::<Vec<_>>(), want);
         }
     }
 }

@@ -14,31 +14,27 @@ use crate::{Group, TransportError};
 const RELEASING: Duration = Duration::from_millis(1);
 const LOOKING: Duration = Duration::from_millis(5);
 
-/// What a wait was seen doing.
-#[derive(Clone, Debug, PartialEq, Eq)]
-struct Seen {
-    progress: u64,
-    absent: Vec<usize>,
-}
+/// Who is absent from a wait, with what marks it.
+type Absent = Vec<(usize, u32)>;
 
 /// When each flag's wait began to look as it does now.
 #[derive(Debug, Default)]
-pub(super) struct Progress(Vec<Option<(Seen, Instant)>>);
+pub(super) struct Progress(Vec<Option<(Absent, Instant)>>);
 
 impl Progress {
     /// Notes what is to be seen of a flag. True if it has looked so for longer than `allowed`.
-    fn stuck(&mut self, flag: usize, seen: Option<Seen>, allowed: Duration, now: Instant) -> bool {
+    fn stuck(&mut self, flag: usize, absent: &Absent, allowed: Duration, now: Instant) -> bool {
         if self.0.len() <= flag {
             self.0.resize(flag + 1, None);
         }
-        let Some(seen) = seen.filter(|seen| !seen.absent.is_empty()) else {
+        if absent.is_empty() {
             self.0[flag] = None;
             return false;
-        };
+        }
         match &self.0[flag] {
-            Some((before, since)) if *before == seen => now.duration_since(*since) > allowed,
+            Some((before, since)) if before == absent => now.duration_since(*since) > allowed,
             _ => {
-                self.0[flag] = Some((seen, now));
+                self.0[flag] = Some((absent.clone(), now));
                 false
             }
         }
@@ -50,30 +46,23 @@ impl Progress {
 pub(super) struct Waits {
     /// Nanoseconds a wait may take, by flag.
     allowed: Vec<AtomicU64>,
-    /// Which peers it waits for: all that were ever asked for.
-    peers: Vec<Mutex<(Vec<usize>, &'static str)>>,
+    /// What waits.
+    ops: Vec<Mutex<&'static str>>,
 }
 
 impl Waits {
     pub fn new(flags: u32) -> Self {
         Self {
             allowed: (0..flags).map(|_| AtomicU64::new(0)).collect(),
-            peers: (0..flags).map(|_| Mutex::new((Vec::new(), "a wait on a stream"))).collect(),
+            ops: (0..flags).map(|_| Mutex::new("a wait on a stream")).collect(),
         }
     }
 
     /// A wait for `flag` is about to be submitted.
-    pub fn submit(&self, op: &'static str, flag: u32, peers: &[usize], allowed: Duration) {
+    pub fn submit(&self, op: &'static str, flag: u32, allowed: Duration) {
         let nanos = u64::try_from(allowed.as_nanos()).unwrap_or(u64::MAX);
         self.allowed[flag as usize].store(nanos, Ordering::Relaxed);
-        let mut known = self.peers[flag as usize].lock();
-        known.1 = op;
-        // Earlier waits may still be on the stream, so whoever was waited for once stays known.
-        for &peer in peers {
-            if !known.0.contains(&peer) {
-                known.0.push(peer);
-            }
-        }
+        *self.ops[flag as usize].lock() = op;
     }
 }
 
@@ -150,29 +139,22 @@ impl Shared {
 
     /// Peers that some stream is waiting for now.
     fn waited_for(&self) -> Vec<usize> {
-        let mut absent = Vec::new();
-        for flag in (0..self.board.flags()).filter(|&f| self.board.waiting(f)) {
-            let known = self.waits.peers[flag as usize].lock();
-            absent.extend(known.0.iter().filter(|&&peer| !self.board.is_set(flag, peer)));
-        }
-        absent
+        let absent = |flag| self.board.absent(flag).into_iter().map(|(peer, _)| peer);
+        (0..self.board.flags()).flat_map(absent).collect()
     }
 
     /// The error of a wait that took too long.
     fn look(&self, progress: &mut Progress) -> Option<TransportError> {
         let now = Instant::now();
         for flag in 0..self.board.flags() {
-            let known = self.waits.peers[flag as usize].lock();
-            let seen = self.board.waiting(flag).then(|| Seen {
-                progress: self.board.progress(flag),
-                absent: known.0.iter().copied().filter(|&p| !self.board.is_set(flag, p)).collect(),
-            });
+            let absent = self.board.absent(flag);
             let allowed = self.waits.allowed[flag as usize].load(Ordering::Relaxed);
-            let allowed = Duration::from_nanos(allowed);
-            let peers = seen.as_ref().map(|s| s.absent.clone()).unwrap_or_default();
-            if progress.stuck(flag as usize, seen, allowed, now) {
+            let after = Duration::from_nanos(allowed);
+            if progress.stuck(flag as usize, &absent, after, now) {
+                let op = *self.waits.ops[flag as usize].lock();
+                let peers = absent.into_iter().map(|(peer, _)| peer).collect();
                 let hint = " (waited for on a stream)".into();
-                return Some(TransportError::Timeout { op: known.1, peers, after: allowed, hint });
+                return Some(TransportError::Timeout { op, peers, after, hint });
             }
         }
         None
@@ -201,14 +183,14 @@ mod tests {
         /// A wait is stuck exactly when it looked the same, with someone absent, for longer than it
         /// may take.
         #[test]
-        fn stuck_is_what_never_changed(steps in prop::collection::vec((0u64..3, 0usize..3, 1u64..40), 1..60)) {
+        fn stuck_is_what_never_changed(steps in prop::collection::vec((0u32..3, 0usize..3, 1u64..40), 1..60)) {
             let (start, allowed) = (Instant::now(), Duration::from_millis(100));
             let mut progress = Progress::default();
-            let (mut at, mut since) = (0u64, None::<((u64, usize), u64)>);
+            let (mut at, mut since) = (0u64, None::<((u32, usize), u64)>);
             for (number, absent, took) in steps {
                 at += took;
-                let seen = Seen { progress: number, absent: (0..absent).collect() };
-                let stuck = progress.stuck(2, Some(seen), allowed, start + Duration::from_millis(at));
+                let seen = (0..absent).map(|peer| (peer, number)).collect();
+                let stuck = progress.stuck(2, &seen, allowed, start + Duration::from_millis(at));
                 if absent == 0 {
                     since = None;
                 } else if since.is_none_or(|(look, _)| look != (number, absent)) {
@@ -223,11 +205,11 @@ mod tests {
     fn a_wait_that_ended_starts_anew() {
         let (start, allowed) = (Instant::now(), Duration::from_millis(10));
         let mut progress = Progress::default();
-        let seen = || Some(Seen { progress: 1, absent: vec![3] });
+        let seen = vec![(3, 1)];
         let later = |ms| start + Duration::from_millis(ms);
-        assert!(!progress.stuck(0, seen(), allowed, later(0)));
-        assert!(!progress.stuck(0, None, allowed, later(9)));
-        assert!(!progress.stuck(0, seen(), allowed, later(15)));
-        assert!(progress.stuck(0, seen(), allowed, later(26)));
+        assert!(!progress.stuck(0, &seen, allowed, later(0)));
+        assert!(!progress.stuck(0, &vec![], allowed, later(9)));
+        assert!(!progress.stuck(0, &seen, allowed, later(15)));
+        assert!(progress.stuck(0, &seen, allowed, later(26)));
     }
 }

@@ -261,9 +261,9 @@ pub struct MoeOp {
     pub report: u64,
     /// What [`MoeReport::ticket`] becomes.
     pub ticket: u64,
-    /// `u64` in host memory that changes with every operation, so that a watchdog sees progress; may
-    /// be 0.
-    pub progress: u64,
+    /// `u32` in host memory, 64 bytes apart by phase (announcements, rows), then source: not 0 while the
+    /// stream waits for that source's flag; may be 0: nobody looks.
+    pub awaited: u64,
     /// The lane's number.
     pub lane_index: u64,
 }
@@ -374,7 +374,7 @@ pub(crate) const SHARED: [Layout; 10] = [
     }),
     layout!(MoeExpertFormat { payload_bytes, scales_at, scale_bytes, weight_at, row_at, stride }),
     layout!(MoeOutFormat { payload_bytes, weights_at, weights, stride }),
-    layout!(MoeOp { lane, mailboxes, report, ticket, progress, lane_index }),
+    layout!(MoeOp { lane, mailboxes, report, ticket, awaited, lane_index }),
 ];
 
 impl MoeRowFormat {

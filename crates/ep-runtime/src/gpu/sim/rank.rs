@@ -155,7 +155,7 @@ unsafe impl Link for SimulatedLink {
     }
 
     fn stream_side(&self) -> Option<StreamSide> {
-        Some(StreamSide { poisoned: 64, progress: 128 })
+        Some(StreamSide { poisoned: 64, awaited: 128 })
     }
 
     fn reach(&self, peer: usize) -> Reach {
