@@ -60,6 +60,8 @@ pub struct EpBuilder {
     pub(crate) sms: SmSettings,
     #[cfg(feature = "cuda")]
     tuning: crate::gpu::Tuning,
+    #[cfg(feature = "cuda")]
+    pub(crate) tune: crate::gpu::TuneSettings,
 }
 
 impl EpBuilder {
@@ -79,6 +81,8 @@ impl EpBuilder {
             sms: SmSettings::default(),
             #[cfg(feature = "cuda")]
             tuning: crate::gpu::Tuning::default(),
+            #[cfg(feature = "cuda")]
+            tune: crate::gpu::TuneSettings::default(),
         }
     }
 
@@ -114,7 +118,7 @@ impl EpBuilder {
         self
     }
 
-    /// How kernels are launched, where that is not left to this crate.
+    /// How kernels are launched, where that is not left to this crate (see `EpBuilder::tune`).
     #[cfg(feature = "cuda")]
     pub fn tuning(mut self, tuning: crate::gpu::Tuning) -> Self {
         self.tuning = tuning;
@@ -182,7 +186,7 @@ impl EpBuilder {
         config.compare(group, deadline)?;
         let shape = shape?;
         #[cfg(feature = "cuda")]
-        let prepared = prepared?;
+        let (prepared, tune) = prepared?.unzip();
         let window = shape.window(self.needs_staging())?;
         let spec = WindowSpec { bytes: window.bytes, flags: crate::notify::flags(shape.lanes) };
         let link = match &self.transport {
@@ -226,19 +230,29 @@ impl EpBuilder {
             let detail = "the transport's windows are on a GPU: build with Place::Cuda";
             return Err(EpError::argument("build", detail));
         }
-        Ok(Ep { inner: Arc::new(inner) })
+        let ep = Ep { inner: Arc::new(inner) };
+        #[cfg(feature = "cuda")]
+        if let Some(tune) = tune {
+            crate::gpu::tune_built(&ep, &tune, self.connect_timeout)?;
+        }
+        Ok(ep)
     }
 
-    /// Opens the GPU and loads its kernels, if there is one.
+    /// Opens the GPU and loads its kernels, if there is one, and says how its layer is tuned.
     #[cfg(feature = "cuda")]
-    fn prepare(&self, world: usize) -> Result<Option<crate::gpu::Prepared>> {
+    fn prepare(
+        &self,
+        world: usize,
+    ) -> Result<Option<(crate::gpu::Prepared, crate::gpu::TuneSettings)>> {
         match self.place {
             Place::Cuda(ordinal) => {
+                let tune = self.tune.resolve()?;
                 let sizes = (self.handles, world);
                 let MoeShape { experts, hidden, .. } = self.shape;
                 let holder = format!("a layer of {experts} experts and hidden size {hidden}");
                 let sms = self.sms.choice(&holder);
-                crate::gpu::Prepared::new(ordinal, sms, sizes, self.tuning).map(Some)
+                let prepared = crate::gpu::Prepared::new(ordinal, sms, sizes, self.tuning)?;
+                Ok(Some((prepared, tune)))
             }
             Place::Host => Ok(None),
         }

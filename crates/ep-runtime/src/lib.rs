@@ -106,7 +106,7 @@ pub use ep_transport::{
 pub use error::EpError;
 pub use event::Event;
 #[cfg(feature = "cuda")]
-pub use gpu::{PlanOrigin, Tuning};
+pub use gpu::{PlanInForce, PlanOrigin, Tuning};
 pub use handle::Handle;
 pub use node::Hierarchy;
 #[cfg(feature = "cuda")]
@@ -117,6 +117,8 @@ pub use preflight::{
 };
 pub use received::{Column, Outputs, Owned, Received, SourceToken};
 pub use result::Dispatched;
+#[cfg(feature = "cuda")]
+pub use sched::tune::Tune;
 pub use sched::{
     MicroBatch, Pipeline, PipelineError, SmBudget, SmLease, SmPolicy, SmReport, Timeline,
 };

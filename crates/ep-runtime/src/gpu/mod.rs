@@ -18,6 +18,7 @@ mod plans;
 mod report;
 #[cfg(test)]
 mod sim;
+mod tune;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -36,6 +37,8 @@ pub(crate) use memory::{HandleMemory, Handles, Told};
 pub use plans::PlanOrigin;
 pub(crate) use plans::{Found, Moving, Plans};
 pub(crate) use report::Ticket;
+pub use tune::PlanInForce;
+pub(crate) use tune::{TuneSettings, tune_built};
 
 use crate::ep::Inner;
 use crate::notify::{Header, Phase};

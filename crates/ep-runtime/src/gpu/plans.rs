@@ -8,7 +8,7 @@ use super::Tuning;
 use crate::Result;
 
 /// The kernels that have a plan.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Moving {
     Dispatch,
     Expand,

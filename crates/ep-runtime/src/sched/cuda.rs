@@ -216,6 +216,11 @@ impl ComputeStream {
         self.stream.raw()
     }
 
+    /// It as ep-kernels has it.
+    pub(crate) fn stream(&self) -> &Stream {
+        &self.stream
+    }
+
     /// SMs it runs on.
     pub fn sms(&self) -> u32 {
         match self.stream.green_context() {

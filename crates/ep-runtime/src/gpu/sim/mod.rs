@@ -14,4 +14,5 @@ mod program;
 mod rank;
 mod run;
 mod tests;
+mod tune;
 mod turns;

@@ -263,6 +263,7 @@ impl Layer {
         let sizes = Sizes::new(&inner.shape, 16, self.sms);
         let mut properties = DeviceProperties::h200();
         properties.ordinal = ordinal;
+        properties.uuid[15] = ordinal as u8;
         let pinned = vec![0u64; sizes.pinned.div_ceil(8)];
         let memory = ((rank as u64 + 1) << 40, pinned.as_ptr() as u64);
         let log = Arc::<Mutex<Vec<MoeLaunch>>>::default();

@@ -68,16 +68,4 @@ mod tests {
             }
         }
     }
-
-    /// What ships is among what is tried, so that a search never does worse.
-    #[test]
-    fn the_shipped_plans_are_of_the_kinds_that_are_tried() {
-        let device = DeviceProperties::h200();
-        for (row_bytes, sms) in [(7168, 16), (14336, 16), (14336, 8)] {
-            let shipped = MovePlan::rows(row_bytes, sms, &device);
-            assert!(rows_plans(row_bytes).contains(&(shipped.warps, shipped.path)), "{shipped:?}");
-            let shipped = MovePlan::sums(row_bytes, sms, &device);
-            assert!(sums_plans().contains(&(shipped.warps, shipped.path)), "{shipped:?}");
-        }
-    }
 }
