@@ -129,7 +129,7 @@ pub use views::{Rows, RowsMut};
 pub use {
     ep_kernels::cuda::moe::{CopyPath, MovePlan},
     ep_kernels::cuda::{CudaError, LaunchAttributes},
-    ep_transport::{Meeting, NvlinkTransport, StreamSide},
+    ep_transport::{Meeting, NvlinkHandles, NvlinkSignals, NvlinkTransport, StreamSide},
 };
 
 /// The result of this crate's operations.

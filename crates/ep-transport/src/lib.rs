@@ -56,7 +56,7 @@ pub use link::{Link, Mapping, Memory, Put, Reach, Receive, Transport, WindowSpec
 #[cfg(feature = "cuda")]
 pub use link::{Meeting, StreamSide};
 #[cfg(all(feature = "cuda", not(loom)))]
-pub use nvlink::NvlinkTransport;
+pub use nvlink::{Handles as NvlinkHandles, NvlinkTransport, Signals as NvlinkSignals};
 #[cfg(all(feature = "cuda", not(loom)))]
 pub use pacing::{Beside, Pacing};
 #[cfg(not(loom))]

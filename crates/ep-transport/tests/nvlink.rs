@@ -13,8 +13,8 @@ use std::time::{Duration, Instant};
 
 use ep_transport::conformance::{CHECKS, Member, Queues, rank_main_on, run_members_on};
 use ep_transport::{
-    Deadline, ErrorKind, Group, Link, Memory, NvlinkTransport, Queue, Rendezvous, Transport,
-    WindowSpec,
+    Deadline, ErrorKind, Group, Link, Memory, NvlinkHandles, NvlinkSignals, NvlinkTransport, Queue,
+    Rendezvous, Transport, WindowSpec,
 };
 use jobs::{Job, address};
 
@@ -129,14 +129,54 @@ fn three_ranks_on_two_gpus_on_streams() {
     }
 }
 
+/// Flags raised and awaited by a kernel, as where streams cannot.
+fn by_kernel(ordinal: usize) -> NvlinkTransport {
+    NvlinkTransport::new(ordinal).signals(NvlinkSignals::Kernel)
+}
+
+#[test]
+fn three_ranks_on_one_gpu_by_a_kernel() {
+    if let Some((_, _turn)) = gpus(1) {
+        pass_every_check(3, Queues::Streams, |_| by_kernel(0));
+    }
+}
+
+#[test]
+fn a_thread_per_gpu_by_a_kernel() {
+    if let Some((gpus, _turn)) = gpus(2) {
+        pass_every_check(gpus.min(4), Queues::Streams, by_kernel);
+    }
+}
+
+/// As ranks of different nodes, which reach each other by puts.
+#[test]
+fn bulk_peers_on_one_gpu() {
+    if let Some((_, _turn)) = gpus(1) {
+        let apart = |_| NvlinkTransport::new(0).nodes(vec![0, 0, 1]);
+        pass_every_check(3, Queues::Host, apart);
+        pass_every_check(3, Queues::Streams, apart);
+    }
+}
+
+/// One rank by a kernel, the other by its stream.
+#[test]
+fn ranks_signal_each_in_its_way() {
+    if let Some((_, _turn)) = gpus(1) {
+        let mixed = |rank: usize| if rank == 0 { by_kernel(0) } else { NvlinkTransport::new(0) };
+        pass_every_check(2, Queues::Streams, mixed);
+    }
+}
+
 /// Not a test of its own: what a rank's process runs, all checks one after the other.
 #[test]
 fn a_rank() {
     let Ok(part) = std::env::var("EP_TEST_PART") else { return };
     let mut words = part.split(' ');
-    let queues = match words.next() {
+    let how = words.next();
+    let queues = match how {
         Some("host") => Queues::Host,
-        Some("streams") => Queues::Streams,
+        Some("streams" | "kernel") => Queues::Streams,
+        Some("handles") => return every_handle(words.next().unwrap().parse().unwrap()),
         Some("dies") => return one_dies(words.next().unwrap().parse().unwrap()),
         other => panic!("no part {other:?}"),
     };
@@ -147,7 +187,10 @@ fn a_rank() {
         let start = Instant::now();
         let rendezvous = Rendezvous::new(rank, world, address).unwrap().with_timeout(LIMIT);
         let group = Group::from_env(&rendezvous).unwrap();
-        let transport = NvlinkTransport::new(rank % gpus);
+        let transport = match how {
+            Some("kernel") => by_kernel(rank % gpus),
+            _ => NvlinkTransport::new(rank % gpus),
+        };
         rank_main_on(check.name, group, &transport, LIMIT, queues)
             .unwrap_or_else(|e| panic!("{}: {e}", check.name));
         eprintln!("{}: {:?}", check.name, start.elapsed());
@@ -174,6 +217,11 @@ fn processes_on_streams() {
     in_processes("streams");
 }
 
+#[test]
+fn processes_by_a_kernel() {
+    in_processes("kernel");
+}
+
 /// Rank 1 is killed while the others wait for it. Their GPU is as good as before: a group of
 /// the others works.
 fn one_dies(gpus: usize) {
@@ -195,6 +243,31 @@ fn one_dies(gpus: usize) {
     let alone = Group::local(1).unwrap().remove(0);
     rank_main_on("data_before_signal_is_visible", alone, &transport, LIMIT, Queues::Streams)
         .unwrap();
+}
+
+/// Windows handed over in each way that there is; one that there is not is the error of all.
+fn every_handle(gpus: usize) {
+    let group = Group::from_env(&Rendezvous::from_env().unwrap()).unwrap();
+    let spec = WindowSpec { bytes: 3 << 20, flags: 2 };
+    for handles in [NvlinkHandles::Fd, NvlinkHandles::Fabric, NvlinkHandles::Auto] {
+        let transport = NvlinkTransport::new(group.rank() % gpus).handles(handles);
+        match transport.open(&group, spec, Deadline::after(LIMIT)) {
+            Ok(link) => {
+                eprintln!("{handles:?}: windows of {} bytes", link.window().bytes);
+                group.barrier().unwrap();
+            }
+            Err(e) => {
+                eprintln!("{handles:?}: {e}");
+                assert_eq!(handles, NvlinkHandles::Fabric, "{e}");
+            }
+        }
+    }
+}
+
+#[test]
+fn processes_hand_windows_over_in_every_way() {
+    let Some((gpus, _turn)) = gpus(1) else { return };
+    Job::start(&format!("handles {gpus}"), 2).end(LIMIT * 2, &[]).unwrap();
 }
 
 #[test]

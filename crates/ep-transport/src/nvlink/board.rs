@@ -2,8 +2,9 @@
 //!
 //! A rank's board, in one page-locked piece of shared memory: a cache line per (flag, source), in which
 //! the flag, a `u32`, is followed by another that says that a stream waits for it, so that one write of
-//! eight bytes ends both; then the sticky word of [`StreamSide`]; then the words of [`Pacing`], which are
-//! for hosts only. Streams write and await the words by memory operations, hosts by atomics.
+//! eight bytes ends both; then the sticky word of [`StreamSide`]; then a `u32` per source for the trial
+//! at start-up; then the words of [`Pacing`], which are for hosts only. Streams write and await words as
+//! [`super::words`] does, hosts by atomics.
 
 use std::collections::HashMap;
 use std::ffi::c_void;
@@ -43,8 +44,13 @@ impl Map {
         self.flag(self.flags, 0)
     }
 
+    /// The word that `source` writes here to see whether words arrive.
+    fn trial(&self, source: usize) -> usize {
+        self.poisoned() + LINE + source * LINE
+    }
+
     fn pacing(&self) -> usize {
-        self.poisoned() + LINE
+        self.trial(self.world)
     }
 
     pub fn bytes(&self) -> usize {
@@ -151,6 +157,27 @@ impl Board {
         self.boards[self.rank].1.device + self.map.flag(flag, source) as u64
     }
 
+    /// The word of the trial that this rank writes at `peer`, as GPUs see it.
+    pub fn their_trial(&self, peer: usize) -> u64 {
+        self.boards[peer].1.device + self.map.trial(self.rank) as u64
+    }
+
+    /// The word of the trial that `source` writes here, as GPUs see it.
+    pub fn our_trial(&self, source: usize) -> u64 {
+        self.boards[self.rank].1.device + self.map.trial(source) as u64
+    }
+
+    pub fn tried(&self, source: usize) -> bool {
+        self.word(self.rank, self.map.trial(source)).load(Ordering::Acquire) == 1
+    }
+
+    /// Lets go of a stream that awaits the words of the trial, or clears them.
+    pub fn set_trial(&self, value: u32) {
+        for source in 0..self.map.world {
+            self.word(self.rank, self.map.trial(source)).store(value, Ordering::Release);
+        }
+    }
+
     pub fn set(&self, peer: usize, flag: u32) {
         // Release: what this thread did before is seen by who sees the flag.
         self.word(peer, self.map.flag(flag, self.rank)).store(1, Ordering::Release);
@@ -214,6 +241,7 @@ mod tests {
                 .flat_map(|f| (0..world).map(move |s| (map.flag(f, s), 4)))
                 .chain((0..flags).flat_map(|f| (0..world).map(move |s| (map.awaited(f, s), 4))))
                 .chain([(map.poisoned(), 4)])
+                .chain((0..world).map(|s| (map.trial(s), 4)))
                 .chain([(map.pacing(), Pacing::bytes(flags, world))])
                 .collect();
             words.sort_unstable();

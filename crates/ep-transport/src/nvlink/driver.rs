@@ -113,6 +113,17 @@ functions! {
     set: "cuMemsetD8Async" (u64, u8, usize, CUstream);
     write_value: "cuStreamWriteValue32_v2" (CUstream, u64, u32, c_uint);
     batch: "cuStreamBatchMemOp_v2" (CUstream, c_uint, *mut MemOp, c_uint);
+    library_load: "cuLibraryLoadData" (
+        *mut *mut c_void, *const c_void,
+        *mut c_uint, *mut *mut c_void, c_uint,
+        *mut c_uint, *mut *mut c_void, c_uint
+    );
+    library_unload: "cuLibraryUnload" (*mut c_void);
+    library_kernel: "cuLibraryGetKernel" (*mut *mut c_void, *mut c_void, *const c_char);
+    launch: "cuLaunchKernel" (
+        *mut c_void, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint,
+        CUstream, *mut *mut c_void, *mut *mut c_void
+    );
 }
 
 impl std::fmt::Debug for Driver {

@@ -9,20 +9,13 @@ use cudarc::driver::sys::CUstream;
 use super::driver::{Gpu, MemOp};
 use super::memory::{Mapped, Setup};
 use super::watchdog::Watchdog;
+use super::words::Words;
 use crate::host_link::{check_flag, check_put, check_rank};
 use crate::{
     Deadline, Group, Link, Mapping, Meeting, Memory, Pacing, Put, Queue, Reach, Result, StreamSide,
     TransportError, WindowSpec,
 };
 
-/// `CU_STREAM_MEM_OP_WAIT_VALUE_32`, `CU_STREAM_MEM_OP_WRITE_VALUE_32`,
-/// `CU_STREAM_MEM_OP_WRITE_VALUE_64`; `CU_STREAM_WAIT_VALUE_EQ`.
-const WAIT: u64 = 1;
-const WRITE: u64 = 2;
-const WRITE_BOTH: u64 = 5;
-const EQUAL: u64 = 1;
-/// `CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS`.
-const WIDE: i32 = 122;
 /// The driver takes at most 256 operations in a batch.
 const BATCH: usize = 128;
 /// How often a waiting host looks at flags that streams raise: no futex hears of them.
@@ -40,6 +33,8 @@ pub(super) struct NvlinkLink {
     /// By rank, those that count as ranks of other nodes.
     pub bulk: Vec<bool>,
     pub watchdog: Watchdog,
+    /// How streams raise and await flags.
+    pub words: Words,
     /// Where other ranks are on this GPU.
     pub pacing: Option<Pacing>,
     /// Makes the watchdog look at the group's health when there is news.
@@ -65,13 +60,12 @@ pub(super) fn meet_ops(
     wide: bool,
     mut submit: impl FnMut(&mut [MemOp]) -> Result<()>,
 ) -> Result<()> {
-    let op = |operation, address, value| MemOp { operation, address, value, ..MemOp::default() };
-    let all = (theirs.map(|at| op(WRITE, at, 1)))
-        .chain(ours.clone().filter(|flag| !flag.marked).map(|flag| op(WRITE, flag.at + 4, 1)))
-        .chain(ours.clone().map(|flag| MemOp { flags: EQUAL, ..op(WAIT, flag.at, 1) }))
+    let all = (theirs.map(|at| MemOp::write(at, 1)))
+        .chain(ours.clone().filter(|flag| !flag.marked).map(|flag| MemOp::write(flag.at + 4, 1)))
+        .chain(ours.clone().map(|flag| MemOp::wait(flag.at)))
         .chain(ours.flat_map(|flag| {
-            let narrow = [Some(op(WRITE, flag.at + 4, 0)), Some(op(WRITE, flag.at, 0))];
-            let both = [Some(op(WRITE_BOTH, flag.at, 0)), None];
+            let narrow = [Some(MemOp::write(flag.at + 4, 0)), Some(MemOp::write(flag.at, 0))];
+            let both = [Some(MemOp::clear_both(flag.at)), None];
             (if wide { both } else { narrow }).into_iter().flatten()
         }));
     let mut chunk = [MemOp::default(); BATCH];
@@ -114,10 +108,7 @@ impl NvlinkLink {
             return Ok(());
         };
         let _current = self.gpu.current(OP)?;
-        // SAFETY: the word is page-locked while this link lives. Without a flag the write comes
-        // after a fence for everything before it on the stream.
-        let code = unsafe { (self.gpu.driver.write_value)(stream, board.theirs(peer, flag), 1, 0) };
-        self.gpu.check(OP, "cuStreamWriteValue32", code)
+        self.words.raise(OP, &self.gpu, stream, board.theirs(peer, flag))
     }
 
     fn meet_on_stream(&self, stream: CUstream, meeting: &Meeting<'_>) -> Result<()> {
@@ -128,13 +119,8 @@ impl NvlinkLink {
         let raised = if signal { peers } else { &[] };
         let theirs = raised.iter().map(|&peer| board.theirs(peer, flag));
         let ours = peers.iter().map(|&peer| Ours { at: board.ours(peer, flag), marked });
-        meet_ops(theirs, ours, self.gpu.attribute(WIDE) != 0, |ops| {
-            // SAFETY: the words are page-locked while this link lives, and the queue's stream is
-            // live; the driver copies the operations. Each write comes after a fence for everything
-            // before it on the stream.
-            let code =
-                unsafe { (self.gpu.driver.batch)(stream, ops.len() as u32, ops.as_mut_ptr(), 0) };
-            self.gpu.check("wait", "cuStreamBatchMemOp", code)
+        meet_ops(theirs, ours, self.gpu.writes_both(), |ops| {
+            self.words.submit("wait", &self.gpu, stream, ops)
         })
     }
 
@@ -344,20 +330,18 @@ mod tests {
             })
             .unwrap();
             assert!(sizes.iter().all(|&n| n > 0 && n <= 256));
-            let short = |op: &MemOp| (op.operation, op.address, op.value, op.flags);
-            let mut want: Vec<(u64, u64, u64, u64)> =
-                (0..count).map(|i| (WRITE, 64 * i, 1, 0)).collect();
+            let mut want: Vec<MemOp> = (0..count).map(|i| MemOp::write(64 * i, 1)).collect();
             if !marked {
-                want.extend((0..count).map(|i| (WRITE, 1004 + 64 * i, 1, 0)));
+                want.extend((0..count).map(|i| MemOp::write(1004 + 64 * i, 1)));
             }
-            want.extend((0..count).map(|i| (WAIT, 1000 + 64 * i, 1, EQUAL)));
+            want.extend((0..count).map(|i| MemOp::wait(1000 + 64 * i)));
             for at in (0..count).map(|i| 1000 + 64 * i) {
                 match wide {
-                    true => want.push((WRITE_BOTH, at, 0, 0)),
-                    false => want.extend([(WRITE, at + 4, 0, 0), (WRITE, at, 0, 0)]),
+                    true => want.push(MemOp::clear_both(at)),
+                    false => want.extend([MemOp::write(at + 4, 0), MemOp::write(at, 0)]),
                 }
             }
-            assert_eq!(all.iter().map(short).collect::<Vec<_>>(), want);
+            assert_eq!(all, want);
         }
     }
 }

@@ -8,19 +8,21 @@ use std::time::Instant;
 use cudarc::driver::sys::CUstream;
 
 use super::driver::{AccessDesc, AllocationProp, Gpu, Location, OP};
+use super::words::{FABRIC, Handles, POSIX_FD};
 use crate::process::Shared;
 use crate::{Deadline, Result, TransportError};
 
-/// `CU_MEM_ALLOCATION_TYPE_PINNED`, `CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR`,
-/// `CU_MEM_LOCATION_TYPE_DEVICE`, `CU_MEM_ACCESS_FLAGS_PROT_READWRITE`.
+/// `CU_MEM_ALLOCATION_TYPE_PINNED`, `CU_MEM_LOCATION_TYPE_DEVICE`,
+/// `CU_MEM_ACCESS_FLAGS_PROT_READWRITE`.
 const PINNED: c_int = 1;
-const POSIX_FD: c_int = 1;
 const ON_DEVICE: c_int = 1;
 const READ_WRITE: c_int = 3;
 /// `CU_MEM_ALLOC_GRANULARITY_RECOMMENDED`.
 const RECOMMENDED: c_int = 1;
-/// `CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED`.
+/// `CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED`,
+/// `CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED`.
 const RDMA_CAPABLE: c_int = 110;
+const FABRIC_CAPABLE: c_int = 128;
 /// `CU_STREAM_NON_BLOCKING`, `CUDA_ERROR_NOT_READY`.
 const NON_BLOCKING: u32 = 1;
 const NOT_READY: c_int = 600;
@@ -31,15 +33,38 @@ pub(super) struct Allocation {
     gpu: Arc<Gpu>,
     handle: u64,
     bytes: usize,
+    /// `CUmemFabricHandle`, if it has one.
+    pub fabric: Option<[u8; 64]>,
 }
 
 impl Allocation {
-    /// At least `bytes`, rounded up as the device demands.
-    pub fn new(gpu: &Arc<Gpu>, bytes: usize) -> Result<Arc<Self>> {
+    /// At least `bytes`, rounded up as the device demands, to be handed over as `handles` says.
+    /// Whether there are fabric handles shows when memory is made with one and it is exported.
+    pub fn new(gpu: &Arc<Gpu>, bytes: usize, handles: Handles) -> Result<Arc<Self>> {
+        let with_fabric = || {
+            let mut memory = Self::make(gpu, bytes, handles.kinds())?;
+            memory.fabric = Some(memory.export_fabric()?);
+            Ok(Arc::new(memory))
+        };
+        match handles {
+            Handles::Fabric => return with_fabric(),
+            Handles::Auto if gpu.attribute(FABRIC_CAPABLE) != 0 => match with_fabric() {
+                Ok(memory) => return Ok(memory),
+                Err(why) => tracing::debug!(%why, "no fabric handle for a window"),
+            },
+            Handles::Auto => {
+                tracing::debug!(gpu = gpu.ordinal, "no fabric handles: the GPU has none");
+            }
+            Handles::Fd => {}
+        }
+        Ok(Arc::new(Self::make(gpu, bytes, POSIX_FD)?))
+    }
+
+    fn make(gpu: &Arc<Gpu>, bytes: usize, handle_kinds: c_int) -> Result<Self> {
         let _current = gpu.current(OP)?;
         let prop = AllocationProp {
             kind: PINNED,
-            handle_kinds: POSIX_FD,
+            handle_kinds,
             location: Location { kind: ON_DEVICE, id: gpu.ordinal as c_int },
             win32: std::ptr::null_mut(),
             compression: 0,
@@ -59,8 +84,27 @@ impl Allocation {
             })?;
             let code = (driver.create)(&mut handle, rounded, &prop, 0);
             gpu.check(OP, "cuMemCreate", code).map_err(|e| of_size(e, rounded))?;
-            Ok(Arc::new(Self { gpu: gpu.clone(), handle, bytes: rounded }))
+            Ok(Self { gpu: gpu.clone(), handle, bytes: rounded, fabric: None })
         }
+    }
+
+    fn export_fabric(&self) -> Result<[u8; 64]> {
+        let mut handle = [0u8; 64];
+        let to: *mut c_void = handle.as_mut_ptr().cast();
+        // SAFETY: the handle is live; a fabric handle is 64 bytes.
+        let code = unsafe { (self.gpu.driver.export)(to, self.handle, FABRIC, 0) };
+        self.gpu.check(OP, "cuMemExportToShareableHandle", code)?;
+        Ok(handle)
+    }
+
+    /// Memory of another process by its fabric handle, of the same size as this.
+    pub fn import_fabric(&self, theirs: &[u8]) -> Result<Arc<Self>> {
+        let Ok(mut theirs) = <[u8; 64]>::try_from(theirs) else {
+            let detail = format!("a fabric handle of {} bytes", theirs.len());
+            return Err(TransportError::Unsupported { op: OP, detail });
+        };
+        // SAFETY: 64 bytes; the driver refuses what is no handle.
+        unsafe { Self::import_from(&self.gpu, theirs.as_mut_ptr().cast(), FABRIC, self.bytes) }
     }
 
     pub fn bytes(&self) -> usize {
@@ -78,13 +122,25 @@ impl Allocation {
     }
 
     fn import(gpu: &Arc<Gpu>, fd: &OwnedFd, bytes: usize) -> Result<Arc<Self>> {
-        let _current = gpu.current(OP)?;
-        let mut handle = 0;
         let from = fd.as_raw_fd() as usize as *mut c_void;
         // SAFETY: the descriptor is open; the driver refuses one that is not of such memory.
-        let code = unsafe { (gpu.driver.import)(&mut handle, from, POSIX_FD) };
+        unsafe { Self::import_from(gpu, from, POSIX_FD, bytes) }
+    }
+
+    /// # Safety
+    /// `from` is what the driver takes for this kind of handle.
+    unsafe fn import_from(
+        gpu: &Arc<Gpu>,
+        from: *mut c_void,
+        kind: c_int,
+        bytes: usize,
+    ) -> Result<Arc<Self>> {
+        let _current = gpu.current(OP)?;
+        let mut handle = 0;
+        // SAFETY: `handle` is valid for the call; for `from` see above.
+        let code = unsafe { (gpu.driver.import)(&mut handle, from, kind) };
         gpu.check(OP, "cuMemImportFromShareableHandle", code)?;
-        Ok(Arc::new(Self { gpu: gpu.clone(), handle, bytes }))
+        Ok(Arc::new(Self { gpu: gpu.clone(), handle, bytes, fabric: None }))
     }
 }
 

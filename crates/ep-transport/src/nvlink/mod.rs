@@ -5,7 +5,9 @@ mod driver;
 mod hand;
 mod link;
 mod memory;
+mod trial;
 mod watchdog;
+mod words;
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -16,15 +18,17 @@ use serde::{Deserialize, Serialize};
 
 use crate::rendezvous::host::HostId;
 use crate::{
-    Beside, Deadline, Group, Link, Pacing, ProcessTransport, Queue, Result, ThreadTransport,
-    Transport, TransportError, WindowSpec,
+    Beside, Deadline, Group, Link, Pacing, ProcessTransport, Result, ThreadTransport, Transport,
+    TransportError, WindowSpec,
 };
 use board::{Board, Map};
 use driver::{Gpu, OP};
 pub(crate) use hand::Hand;
 use link::{Bell, NvlinkLink};
-use memory::{Allocation, Mapped, Setup, Window, refused};
+use memory::{Allocation, Mapped, Window, refused};
 use watchdog::{Waits, Watchdog};
+use words::Words;
+pub use words::{Handles, Signals};
 
 /// The transport for ranks on GPUs of one host that can map each other's memory.
 ///
@@ -44,12 +48,28 @@ use watchdog::{Waits, Watchdog};
 pub struct NvlinkTransport {
     ordinal: usize,
     nodes: Option<Vec<usize>>,
+    signals: Signals,
+    handles: Handles,
 }
 
 impl NvlinkTransport {
     /// This rank's window is on the GPU `ordinal` among those the process sees.
     pub fn new(ordinal: usize) -> Self {
-        Self { ordinal, nodes: None }
+        Self { ordinal, nodes: None, signals: Signals::Auto, handles: Handles::Auto }
+    }
+
+    /// How streams raise and await flags. `EP_NVLINK_SIGNALS` (`auto`, `stream` or `kernel`), where
+    /// it is set, says so instead.
+    pub fn signals(mut self, signals: Signals) -> Self {
+        self.signals = signals;
+        self
+    }
+
+    /// How processes hand windows over. `EP_NVLINK_HANDLES` (`auto`, `fd` or `fabric`), where it is
+    /// set, says so instead. Threads of one process need no handles.
+    pub fn handles(mut self, handles: Handles) -> Self {
+        self.handles = handles;
+        self
     }
 
     /// Ranks of different numbers count as ranks of different nodes: they reach each other's windows
@@ -79,6 +99,10 @@ struct Card {
     uuid: [u8; 16],
     /// The key of the window offered to threads of this process.
     key: u64,
+    /// The window's fabric handle, or nothing.
+    fabric: Vec<u8>,
+    /// It can be handed over by its fabric handle only.
+    fabric_only: bool,
     problem: Option<String>,
 }
 
@@ -121,35 +145,42 @@ impl Transport for NvlinkTransport {
     fn open(&self, group: &Group, spec: WindowSpec, deadline: Deadline) -> Result<Arc<dyn Link>> {
         spec.agree(group, self.name(), deadline)?;
         let bulk = self.bulk(group.rank(), group.world())?;
-        let own = Gpu::open(self.ordinal).and_then(|gpu| {
-            let gpu = Arc::new(gpu);
-            let memory = Allocation::new(&gpu, spec.bytes)?;
-            Ok((gpu, memory))
+        let choices = self.signals.or_variable().and_then(|s| Ok((s, self.handles.or_variable()?)));
+        let own = choices.and_then(|(signals, handles)| {
+            let gpu = Arc::new(Gpu::open(self.ordinal)?);
+            let memory = Allocation::new(&gpu, spec.bytes, handles)?;
+            Ok((gpu, memory, signals, handles))
         });
-        let offer = own.as_ref().ok().map(|(_, memory)| Offer::new(memory));
+        let offer = own.as_ref().ok().map(|(_, memory, ..)| Offer::new(memory));
+        let fabric = own.as_ref().ok().and_then(|(_, memory, ..)| memory.fabric);
         let card = Card {
             host: HostId::here(),
             process: crate::thread::process(),
-            uuid: own.as_ref().map_or([0; 16], |(gpu, _)| gpu.uuid),
+            uuid: own.as_ref().map_or([0; 16], |(gpu, ..)| gpu.uuid),
             key: offer.as_ref().map_or(0, |offer| offer.0),
+            fabric: fabric.map_or_else(Vec::new, |handle| handle.to_vec()),
+            fabric_only: own.as_ref().is_ok_and(|(.., handles)| *handles == Handles::Fabric),
             problem: own.as_ref().err().map(|e| e.to_string()),
         };
         let bytes = postcard::to_stdvec(&card).unwrap_or_default();
         let all = group.all_gather_within(OP, &bytes, deadline)?;
         // A rank's own error says most to it; the others learn whose it is.
-        let (gpu, memory) = own?;
+        let (gpu, memory, signals, _) = own?;
         let cards = read(&all)?;
         together(group, deadline, peers_problem(&gpu, &cards, group.rank()))?;
         let threads = cards.iter().all(|c| c.process == cards[0].process);
         let board = open_board(group, spec, &gpu, threads, deadline)?;
         let windows = match threads {
             true => fetch(group, &gpu, &cards, deadline)?,
-            false => crate::process::share(group, Window::new(&gpu, memory.clone()), deadline)?,
+            false => hand_over(group, &gpu, &memory, &cards, deadline)?,
         };
         drop(offer);
+        let words = trial::choose(group, &gpu, &board, signals, deadline)?;
         let link = beside(group.rank(), &cards)
             .map_or(Ok(None), |beside| board.pacing(beside).map(Some))
-            .and_then(|pacing| connect((group, spec), gpu, (windows, bulk), (board, pacing)));
+            .and_then(|pacing| {
+                connect((group, spec), gpu, (windows, bulk), (board, pacing, words))
+            });
         together(group, deadline, link.as_ref().err().map(|e| e.to_string()))?;
         let link = link?;
         link.try_out(&memory, deadline)?;
@@ -161,7 +192,7 @@ fn connect(
     (group, spec): (&Group, WindowSpec),
     gpu: Arc<Gpu>,
     (windows, bulk): (Vec<Mapped>, Vec<bool>),
-    (board, pacing): (Board, Option<Pacing>),
+    (board, pacing, words): (Board, Option<Pacing>, Words),
 ) -> Result<NvlinkLink> {
     let watchdog = Watchdog::start(group, board, Waits::new(spec.flags)).map_err(|e| {
         let (code, detail) = (e.raw_os_error().unwrap_or(libc::EAGAIN), "starting a thread".into());
@@ -172,7 +203,7 @@ fn connect(
     group.health().watch(Arc::downgrade(&ring));
     let bell: Arc<dyn Bell> = Arc::new(Held(ring));
     let group = group.clone();
-    Ok(NvlinkLink { group, spec, gpu, windows, bulk, watchdog, pacing, _bell: bell })
+    Ok(NvlinkLink { group, spec, gpu, windows, bulk, watchdog, words, pacing, _bell: bell })
 }
 
 /// Which ranks are on `rank`'s GPU; `None` if it has that to itself.
@@ -295,69 +326,49 @@ fn fetch(group: &Group, gpu: &Arc<Gpu>, cards: &[Card], deadline: Deadline) -> R
     windows
 }
 
-impl NvlinkLink {
-    /// Zeroes the window, writes a word into everyone's and raises a flag by a stream, so that what
-    /// the driver promised is seen to work before rows depend on it. After each step the ranks tell
-    /// each other how it went: one's problem is everyone's error.
-    fn try_out(&self, memory: &Allocation, deadline: Deadline) -> Result<()> {
-        let setup = Setup::new(&self.gpu);
-        let step = |done: Result<()>| {
-            together(&self.group, deadline, done.as_ref().err().map(|e| e.to_string()))
-        };
-        let with = |work: &dyn Fn(&Setup) -> Result<()>| match &setup {
-            Ok(setup) => work(setup),
-            Err(e) => Err(e.clone()),
-        };
-        step(with(&|setup| self.clear(setup, memory.bytes(), deadline)))?;
-        step(with(&|setup| self.write_words(setup, deadline)))?;
-        step(with(&|setup| self.read_words(setup, deadline)))?;
-        let words = 8 * self.group.world().min(self.spec.bytes / 8);
-        step(with(&|setup| self.clear(setup, words, deadline)))
-    }
-
-    fn clear(&self, setup: &Setup, bytes: usize, deadline: Deadline) -> Result<()> {
-        setup.zero(self.windows[self.group.rank()].base, bytes)?;
-        setup.wait("zeroing the window", deadline)
-    }
-
-    /// Writes this rank's word into everyone's window, and a flag of its own.
-    fn write_words(&self, setup: &Setup, deadline: Deadline) -> Result<()> {
-        let rank = self.group.rank();
-        let mine = word_of(rank);
-        if rank < self.spec.bytes / 8 {
-            for window in &self.windows {
-                setup.copy(window.base + 8 * rank as u64, &raw const mine as u64, 8, deadline)?;
-            }
+/// Whether windows are handed over by fabric handles: the same answer on every rank.
+fn by_fabric(cards: &[Card]) -> Result<bool> {
+    let lacks = cards.iter().position(|card| card.fabric.is_empty());
+    let needs = cards.iter().position(|card| card.fabric_only);
+    match (lacks, needs) {
+        (None, _) => Ok(true),
+        (Some(_), None) => Ok(false),
+        (Some(lacks), Some(needs)) => {
+            let detail = format!(
+                "rank {needs} hands its window over by a fabric handle only, rank {lacks} has none"
+            );
+            Err(TransportError::Unsupported { op: OP, detail })
         }
-        if self.spec.flags > 0 {
-            // SAFETY: the stream lives until `setup` drops, and is waited for here.
-            let queue = unsafe { Queue::from_raw(setup.raw.cast(), self.gpu.ordinal) };
-            self.signal(&queue, rank, 0)?;
-            self.wait(&queue, OP, &[rank], 0, deadline)?;
-            setup.wait("a flag raised by a stream", deadline)?;
-        }
-        Ok(())
-    }
-
-    fn read_words(&self, setup: &Setup, deadline: Deadline) -> Result<()> {
-        let own = &self.windows[self.group.rank()];
-        for peer in (0..self.group.world()).filter(|&peer| peer < self.spec.bytes / 8) {
-            let mut seen = 0u64;
-            setup.copy(&raw mut seen as u64, own.base + 8 * peer as u64, 8, deadline)?;
-            if seen != word_of(peer) {
-                let rank = self.group.rank();
-                let detail =
-                    format!("what rank {peer} wrote into rank {rank}'s window did not arrive");
-                return Err(TransportError::Unsupported { op: OP, detail });
-            }
-        }
-        Ok(())
     }
 }
 
-/// What a rank writes into windows to try them.
-fn word_of(rank: usize) -> u64 {
-    0x5eed_0000_0000_0001 + rank as u64
+/// The windows of ranks that are processes.
+fn hand_over(
+    group: &Group,
+    gpu: &Arc<Gpu>,
+    memory: &Arc<Allocation>,
+    cards: &[Card],
+    deadline: Deadline,
+) -> Result<Vec<Mapped>> {
+    if by_fabric(cards)? {
+        let one = |(peer, card): (usize, &Card)| {
+            let theirs = match peer == group.rank() {
+                true => Ok(memory.clone()),
+                false => memory.import_fabric(&card.fabric),
+            };
+            theirs.and_then(|memory| Mapped::new(gpu, &memory)).map_err(|e| refused(peer, &e))
+        };
+        let windows = cards.iter().enumerate().map(one).collect::<Result<Vec<_>>>();
+        // Nobody takes memory back before everyone has it, and all go the same way.
+        let problem = windows.as_ref().err().map(|e| e.to_string());
+        match together(group, deadline, problem) {
+            Ok(()) => return windows,
+            Err(why) if why.kind() != crate::ErrorKind::Unsupported => return Err(why),
+            Err(why) if cards.iter().any(|card| card.fabric_only) => return Err(why),
+            Err(why) => tracing::debug!(%why, "windows are handed over as descriptors instead"),
+        }
+    }
+    crate::process::share(group, Window::new(gpu, memory.clone()), deadline)
 }
 
 #[cfg(test)]
@@ -366,7 +377,8 @@ mod tests {
 
     fn card(process: u128) -> Card {
         let host = HostId { boot: "b".into(), name: "n".into(), network: "net:[1]".into() };
-        Card { host, process, uuid: [1; 16], key: 0, problem: None }
+        let (fabric, fabric_only) = (Vec::new(), false);
+        Card { host, process, uuid: [1; 16], key: 0, fabric, fabric_only, problem: None }
     }
 
     fn verdict(cards: &[Card]) -> Result<Vec<Card>> {
@@ -388,6 +400,18 @@ mod tests {
         assert!(read(&[vec![1, 2]]).is_err());
         let e = no_peer_access(0, 3, 0);
         assert!(e.contains("rank 0") && e.contains("rank 3") && e.contains("nccl"), "{e}");
+    }
+
+    #[test]
+    fn fabric_handles_are_for_all_or_none() {
+        let with = |has: bool, only| {
+            let fabric = if has { vec![1; 64] } else { Vec::new() };
+            Card { fabric, fabric_only: only, ..card(1) }
+        };
+        assert!(by_fabric(&[with(true, false), with(true, true)]).unwrap());
+        assert!(!by_fabric(&[with(true, false), with(false, false)]).unwrap());
+        let e = by_fabric(&[with(true, true), with(false, false)]).unwrap_err().to_string();
+        assert!(e.contains("rank 0") && e.contains("rank 1"), "{e}");
     }
 
     #[test]
