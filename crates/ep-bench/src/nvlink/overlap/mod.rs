@@ -23,9 +23,9 @@ use ep_kernels::cuda::Device;
 use ep_runtime::Tuning;
 use serde_json::json;
 
-use super::{Job, job};
 use super::rank::{Call, Setup, on_ranks_with};
 use super::rows::{Limits, row};
+use super::{Job, job};
 use crate::case::{Case, Operation};
 use crate::cli::Args;
 use crate::report::{Report, Row, write};

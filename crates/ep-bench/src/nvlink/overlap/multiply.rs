@@ -78,15 +78,16 @@ impl Matrices {
         Ok(Self(memory))
     }
 
-    fn spec(&self, blocks: u32) -> GemmSpec {
+    fn spec(&self, (m, n, k): (u32, u32, u32), blocks: u32) -> GemmSpec {
         let [a, b, d] = [0, 1, 2].map(|i| self.0.address() + (i * Self::BYTES) as u64);
-        GemmSpec { m: SIDE, n: SIDE, k: SIDE, a, b, d, blocks }
+        GemmSpec { m, n, k, a, b, d, blocks }
     }
 }
 
 /// What makes products on one GPU.
 pub struct Products<'m> {
     matrices: &'m Matrices,
+    sizes: (u32, u32, u32),
     device: Device,
     own: Rc<GemmKernel>,
     blas: std::result::Result<CublasLt, String>,
@@ -102,7 +103,14 @@ impl<'m> Products<'m> {
             .and_then(|compiler| GemmKernel::load(device, compiler))
             .map_err(failed)?;
         let blas = CublasLt::open().map_err(|e| e.to_string());
-        Ok(Self { matrices, device: device.clone(), own: Rc::new(kernel), blas })
+        let sizes = (SIDE, SIDE, SIDE);
+        Ok(Self { matrices, sizes, device: device.clone(), own: Rc::new(kernel), blas })
+    }
+
+    /// With parts of the factors only: M, N and K, each at most [`SIDE`].
+    pub fn sized(self, (m, n, k): (u32, u32, u32)) -> Self {
+        let sizes = (m.min(SIDE), n.min(SIDE), k.min(SIDE));
+        Self { sizes, ..self }
     }
 
     /// Why cuBLASLt is missing.
@@ -115,7 +123,7 @@ impl<'m> Products<'m> {
     /// # Errors
     /// No way of cuBLASLt's to do it.
     pub fn on(&self, beside: Beside, blocks: u32) -> Result<Option<Rc<dyn Multiply + 'm>>> {
-        let spec = self.matrices.spec(blocks);
+        let spec = self.matrices.spec(self.sizes, blocks);
         Ok(match (beside, &self.blas) {
             (Beside::Holder, _) | (Beside::CublasLt, Err(_)) => None,
             (Beside::Gemm, _) => Some(Rc::new(Own { kernel: self.own.clone(), spec })),

@@ -27,6 +27,10 @@ const WARM_UPS: usize = 2;
 /// Experts take at least so many times what communication takes: where they take less, nothing hides it.
 const EXPERTS: f64 = 1.2;
 
+/// Rows, columns and depth of the experts' GEMM: as many rows as tokens, hidden 7168 to 2048, as
+/// DeepSeek-V3's experts have it.
+const SIZES: (u32, u32, u32) = (8192, 2048, 7168);
+
 /// What one rank saw.
 #[derive(Clone, Debug, Default)]
 pub struct Sample {
@@ -59,7 +63,7 @@ pub fn run(job: &Job, matrices: &[Matrices], scope: &Scope) -> Result<Vec<Sample
     };
     on_ranks_with(job, &setup, &|rank| {
         rank.verify(Call::default())?;
-        let products = Products::load(&rank.device, &matrices[rank.rank])?;
+        let products = Products::load(&rank.device, &matrices[rank.rank])?.sized(SIZES);
         let mut seat = Seat::new(rank)?;
         seat.add(Beside::Gemm, &products)?;
         measure(&mut seat, scope)

@@ -3,9 +3,12 @@
 use super::clocks::sm_mhz;
 use super::judge::{Figures, loss, median};
 use super::multiply::FLOPS;
-use super::points::{Beside, Point, Scope, shuffle};
+use super::points::{Beside, Point, Policy, Scope, shuffle};
 use super::seat::{Beheld, Seat, WARM_LAUNCHES, Where, submit};
 use crate::Result;
+
+/// Calls back to back where they wait for compute.
+const SHARED_CALLS: usize = 12;
 
 /// What one rank saw.
 #[derive(Clone, Debug, Default)]
@@ -100,7 +103,11 @@ fn together(
 ) -> Result<()> {
     let (kind, operation) = (point.beside, point.operation);
     let launch_us = seat.pair(kind)?.launch_us;
-    let count = 4 + (scope.launches() as f64 * launch_us / expected.max(1.0)).ceil() as usize;
+    let count = match point.config.policy {
+        // Where nothing is set aside, every kernel of a call may wait for a launch of compute to end.
+        Policy::Shared => SHARED_CALLS,
+        _ => 4 + (scope.launches() as f64 * launch_us / expected.max(1.0)).ceil() as usize,
+    };
     let ahead = seat.ahead(kind, expected)?;
     let mut load = seat.load(kind, Where::Own)?;
     seat.rank.barrier()?;

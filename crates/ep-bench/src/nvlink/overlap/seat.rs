@@ -119,7 +119,8 @@ impl<'r, 'a, 'm> Seat<'r, 'a, 'm> {
         Ok(Self { rank, sms, own, all, holder, events, pairs: Vec::new() })
     }
 
-    /// Makes a product ready and finds how long it takes. Collective. False where it is not there.
+    /// Makes a product ready and finds how long it takes. Collective. False where it is not there, or
+    /// where cuBLASLt's cannot run on these streams, which is told.
     ///
     /// # Errors
     /// As the measurements.
@@ -127,19 +128,36 @@ impl<'r, 'a, 'm> Seat<'r, 'a, 'm> {
         if self.pairs.iter().any(|pair| pair.kind == kind) {
             return Ok(true);
         }
+        let tried = self.try_out(kind, products);
+        // Either all ranks have it or none.
+        let us = self.largest(match &tried {
+            Ok(Some(us)) => *us,
+            _ => f64::INFINITY,
+        })?;
+        match (tried, self.pairs.last_mut()) {
+            (Ok(Some(_)), Some(pair)) if us.is_finite() => {
+                pair.launch_us = us;
+                return Ok(true);
+            }
+            (Err(error), _) if kind == Beside::Gemm => return Err(error),
+            (Err(error), _) => eprintln!("{} is left out: {error}", kind.name()),
+            _ => {}
+        }
+        self.pairs.retain(|pair| pair.kind != kind);
+        Ok(false)
+    }
+
+    /// Launches a product for the first time, which loads kernels on both streams: nothing may wait
+    /// meanwhile. Microseconds of a launch on compute's SMs.
+    fn try_out(&mut self, kind: Beside, products: &Products<'m>) -> Result<Option<f64>> {
+        self.rank.barrier()?;
         let (all, own) = (self.sms.all, self.sms.compute);
         let (Some(all), Some(own)) = (products.on(kind, all)?, products.on(kind, own)?) else {
-            return Ok(false);
+            return Ok(None);
         };
         self.pairs.push(Pair { kind, all, own, launch_us: 0.0 });
-        // Loads kernels on both streams too, which nothing may wait for meanwhile.
-        self.compute(kind, Where::All, (1, 1))?;
-        let us = self.compute(kind, Where::Own, (1, 2))?;
-        let us = self.largest(us)?;
-        if let Some(pair) = self.pairs.last_mut() {
-            pair.launch_us = us;
-        }
-        Ok(true)
+        self.compute_now(kind, Where::All, (1, 1))?;
+        self.compute_now(kind, Where::Own, (1, 2)).map(Some)
     }
 
     /// The largest of the ranks' values, on all of them.
@@ -197,6 +215,15 @@ impl<'r, 'a, 'm> Seat<'r, 'a, 'm> {
         (warm_ups, launches): (usize, usize),
     ) -> Result<f64> {
         self.rank.barrier()?;
+        self.compute_now(kind, place, (warm_ups, launches))
+    }
+
+    fn compute_now(
+        &self,
+        kind: Beside,
+        place: Where,
+        (warm_ups, launches): (usize, usize),
+    ) -> Result<f64> {
         let mut load = self.load(kind, place)?;
         load.launch(warm_ups + launches)?;
         load.finish()?;

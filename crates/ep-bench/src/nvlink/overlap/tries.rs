@@ -7,8 +7,8 @@ use super::points::{OPERATIONS, Policy, Scope, shuffle};
 use super::seat::{Beheld, Seat};
 use crate::Result;
 use crate::case::Operation;
-use crate::nvlink::launch::plan_with;
 use crate::nvlink::Job;
+use crate::nvlink::launch::plan_with;
 use crate::nvlink::rank::{Call, Rank, Setup, on_ranks_with};
 
 /// SMs of the launches that must not block.
