@@ -53,6 +53,12 @@ pub struct GpuArgs {
     /// Sum experts' rows before they travel (expert-major)
     #[arg(long)]
     pub reduced: bool,
+    /// Search for launch plans first, for at most so many seconds, or take what was found earlier
+    #[arg(long, value_name = "SECONDS", num_args = 0..=1, require_equals = true, default_missing_value = "4", value_parser = tuning_seconds, conflicts_with = "no_tune")]
+    pub tune: Option<f64>,
+    /// Launch by the plans that ship (the default)
+    #[arg(long)]
+    pub no_tune: bool,
     /// Write the suite's results into this folder
     #[arg(long, value_name = "DIR")]
     pub out: Option<PathBuf>,
@@ -179,6 +185,13 @@ fn seconds(text: &str) -> std::result::Result<f64, String> {
     match text.parse::<f64>() {
         Ok(s) if s > 0.0 && s <= 86_400.0 => Ok(s),
         _ => Err("expected seconds, more than 0 and at most 86400".into()),
+    }
+}
+
+fn tuning_seconds(text: &str) -> std::result::Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(s) if s > 0.0 && s <= 600.0 => Ok(s),
+        _ => Err("expected seconds, more than 0 and at most 600".into()),
     }
 }
 

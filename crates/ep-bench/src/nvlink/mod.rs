@@ -4,6 +4,7 @@
 //! the same job before it is timed, and the last timed run again. Times are between events on each
 //! rank's own stream, from a start that all ranks have together; the slowest rank counts.
 
+mod known;
 mod launch;
 mod peers;
 mod rank;
@@ -18,7 +19,8 @@ pub use rank::{Call, Job};
 pub use suite::{ITEMS, Item};
 
 use ep_kernels::cuda::{Device, Driver};
-use ep_runtime::Tuning;
+use ep_runtime::sched::tune::TUNE_VARIABLE;
+use ep_runtime::{Tune, Tuning};
 
 use crate::case::{Case, Operation, Shape};
 use crate::cli::{Args, Bench};
@@ -74,13 +76,16 @@ fn measure(args: &Args, case: Case, devices: &[Device], report: &mut Report) -> 
     let gpu = &args.gpu;
     let call =
         Call { uncached: gpu.uncached || gpu.capacity, capacity: gpu.capacity, graph: gpu.graph };
-    let job = job(case, gpu.reduced, devices)?;
+    let mut job = job(case, gpu.reduced, devices)?;
+    job.tune = tuning_mode(args);
     let limits = rows::Limits::measure(&job)?;
     for note in &limits.notes {
         println!("{note}");
     }
     for timed in time(&job, gpu.sms, call)? {
-        report.results.push(rows::row(&job, timed, gpu.sms, call, &limits));
+        let mut row = rows::row(&job, timed, gpu.sms, call, &limits);
+        rows::note_plan(&mut row, &job.plans());
+        report.results.push(row);
     }
     Ok(())
 }
@@ -106,6 +111,14 @@ pub(crate) fn time(job: &Job, sms: u32, call: Call) -> Result<Vec<(Operation, Ve
     Ok(vec![(operation, slowest(&all))])
 }
 
+/// Whether launch plans are searched for before anything is measured.
+pub(crate) fn tuning_mode(args: &Args) -> Tune {
+    match args.gpu.tune {
+        Some(seconds) => Tune::Search { limit: std::time::Duration::from_secs_f64(seconds) },
+        None => Tune::Off,
+    }
+}
+
 /// For every run, the time of the slowest rank.
 pub(crate) fn slowest(ranks: &[Vec<f64>]) -> Vec<f64> {
     let runs = ranks.iter().map(Vec::len).min().unwrap_or(0);
@@ -116,7 +129,7 @@ pub(crate) fn slowest(ranks: &[Vec<f64>]) -> Vec<f64> {
 pub(crate) fn job(case: Case, reduced: bool, devices: &[Device]) -> Result<Job> {
     let traffic = Traffic::of(&case)?;
     let references = reference::references(&case, &traffic, reduced)?;
-    Ok(Job { case, traffic, reduced, references, devices: devices.to_vec() })
+    Ok(Job::new(case, traffic, reduced, references, devices))
 }
 
 /// The first `count` GPUs, or all up to two.
@@ -128,6 +141,9 @@ fn devices(count: Option<usize>) -> Result<Vec<Device>> {
     }
     // SAFETY: as above. Multicast is not what is compared, and can harm others' work.
     unsafe { std::env::set_var("NCCL_NVLS_ENABLE", "0") };
+    // What is tuned is what the options say.
+    // SAFETY: as above.
+    unsafe { std::env::remove_var(TUNE_VARIABLE) };
     let there = Driver::get()
         .and_then(|driver| driver.device_count())
         .map_err(|e| BenchError::Tool { op: "--transport nvlink", detail: e.to_string() })?;

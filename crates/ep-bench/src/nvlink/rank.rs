@@ -8,30 +8,15 @@ use ep_runtime::{
     Place, Queue, Route, Rows, RowsMut, Tuning,
 };
 
+pub use super::known::Job;
 use super::raw::failed as cuda;
 use super::raw::{Gate, LIMIT};
 use super::reference::{
     Reference, combine_opts, compare_combined, compare_rows, failed, layer, layout,
 };
-use crate::case::{Case, Dtype};
+use crate::case::Dtype;
 use crate::host::kind;
-use crate::plan::Traffic;
 use crate::{BenchError, Result};
-
-/// A job whose answers are known.
-#[derive(Debug)]
-pub struct Job {
-    /// What is sent where.
-    pub case: Case,
-    /// Rows between ranks.
-    pub traffic: Traffic,
-    /// Whether experts' rows are summed before they travel.
-    pub reduced: bool,
-    /// The host backend's answers, by rank.
-    pub references: Vec<Reference>,
-    /// The GPUs.
-    pub devices: Vec<Device>,
-}
 
 /// How an operation is called.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -144,9 +129,11 @@ impl<'a> Rank<'a> {
             .lanes(1)
             .comm_sms(sms)
             .tuning(tuning)
+            .tune(job.tune)
             .timeout(LIMIT)
             .build(group)
             .map_err(failed(rank, "build"))?;
+        job.launched(&ep);
         let events = EventPool::new(&device, 16, true).map_err(cuda)?;
         let (memory, places) = place(job, rank, &stream)?;
         // SAFETY: the stream is dropped last, and all work on it is waited for.

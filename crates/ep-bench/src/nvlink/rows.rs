@@ -3,10 +3,13 @@
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 
+use ep_runtime::{PlanInForce, PlanOrigin};
 use serde_json::{Value, json};
 
+use super::known::Job;
 use super::peers::{copy_engines, nccl_all_to_all};
-use super::rank::{Call, Job};
+use super::rank::Call;
+use super::tune::plan_text;
 use crate::Result;
 use crate::case::{Case, Layout, Operation};
 use crate::plan::Traffic;
@@ -163,6 +166,20 @@ pub fn row(
     }
 }
 
+/// Says in a row by which plan its kernel was launched, and where that came from.
+pub fn note_plan(row: &mut Row, plans: &[PlanInForce]) {
+    let Some(in_force) = plans.iter().find(|plan| plan.kernel == row.bench) else { return };
+    let origin = match in_force.origin {
+        PlanOrigin::Given => "given",
+        PlanOrigin::Searched => "searched",
+        PlanOrigin::Cached => "cached",
+        PlanOrigin::Shipped => "shipped",
+        _ => "unknown",
+    };
+    row.metrics.insert("plan".into(), json!(plan_text(&in_force.plan)));
+    row.metrics.insert("plan_origin".into(), json!(origin));
+}
+
 /// The results as a table of at most 80 columns.
 pub fn table(report: &Report) -> String {
     let mut out = format!(
@@ -178,8 +195,12 @@ pub fn table(report: &Report) -> String {
         let mut how = text("how").map_or_else(Vec::new, |how| vec![how]);
         if how.is_empty() {
             how.push(if row.layout == "expert-major" { "expert" } else { "rank" });
-            let marks =
-                [(!row.cached, "uncached"), (flag("reduced"), "reduced"), (flag("graph"), "graph")];
+            let marks = [
+                (!row.cached, "uncached"),
+                (flag("reduced"), "reduced"),
+                (flag("graph"), "graph"),
+                (matches!(text("plan_origin"), Some("searched" | "cached")), "tuned"),
+            ];
             how.extend(marks.into_iter().filter(|(on, _)| *on).map(|(_, name)| name));
         }
         let percent =

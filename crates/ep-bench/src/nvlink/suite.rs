@@ -6,8 +6,8 @@ use ep_kernels::cuda::Device;
 use serde_json::json;
 
 use super::rank::{Call, Job};
-use super::rows::{Limits, expert_major_floor, row, table};
-use super::{job, standard, time};
+use super::rows::{Limits, expert_major_floor, note_plan, row, table};
+use super::{job, standard, time, tuning_mode};
 use crate::case::{Dtype, Layout, Operation};
 use crate::cli::Args;
 use crate::report::{Report, Row, write};
@@ -136,7 +136,8 @@ pub fn run(args: &Args, devices: &[Device], report: &mut Report) -> Result<()> {
         let (mut job, limits) = match reusable {
             Some(made) => made,
             None => {
-                let job = job(case.clone(), reduced, devices)?;
+                let mut job = job(case.clone(), reduced, devices)?;
+                job.tune = tuning_mode(args);
                 let limits = Limits::measure(&job)?;
                 (job, limits)
             }
@@ -144,6 +145,7 @@ pub fn run(args: &Args, devices: &[Device], report: &mut Report) -> Result<()> {
         job.case = case;
         for timed in time(&job, item.sms, item.call)? {
             let mut row = row(&job, timed, item.sms, item.call, &limits);
+            note_plan(&mut row, &job.plans());
             judge(&mut row, &item, &job, &limits, report);
             eprintln!(
                 "{:<10} {:<4} {:>3} SMs {:>8.1} µs",

@@ -1,6 +1,7 @@
 use super::*;
 use crate::case::{Dtype, Layout};
 use clap::Parser as _;
+use ep_runtime::{PlanInForce, PlanOrigin};
 
 fn args(line: &str) -> Args {
     Args::parse_from(std::iter::once("ep-bench").chain(line.split_whitespace()))
@@ -53,11 +54,34 @@ fn verdicts_are_inclusive() {
 }
 
 #[test]
-fn plans_are_all_different() {
-    for plans in [tune::rows_plans(14336), tune::sums_plans()] {
-        let set: std::collections::HashSet<_> = plans.iter().collect();
-        assert_eq!(set.len(), plans.len());
-    }
+fn plans_are_tuned_only_where_that_is_asked_for() {
+    let tuned = |line: &str| tuning_mode(&args(line));
+    assert_eq!([tuned("dispatch"), tuned("dispatch --no-tune")], [Tune::Off; 2]);
+    let limit = std::time::Duration::from_millis(1500);
+    assert_eq!(tuned("dispatch --tune=1.5"), Tune::Search { limit });
+    assert_eq!(tuned("dispatch --tune"), Tune::search());
+    let both = Args::try_parse_from(["ep-bench", "--tune", "--no-tune"]);
+    assert!(both.unwrap_err().to_string().contains("cannot be used with"));
+}
+
+#[test]
+fn rows_say_which_plan_was_in_force() {
+    let case = standard(Operation::Combine, Workload::Decode, 2, Dtype::Bf16, Layout::RankMajor);
+    let job = job(case, false, &[]).unwrap();
+    let limits = rows::Limits::default();
+    let timed = (Operation::Combine, vec![20.0; 3]);
+    let mut row = rows::row(&job, timed, 16, Call::default(), &limits);
+    rows::note_plan(&mut row, &[]);
+    assert!(!row.metrics.contains_key("plan"));
+    let plan = ep_runtime::MovePlan::new(16, 20, ep_runtime::CopyPath::LdSt { unroll: 4 });
+    let found = PlanInForce { kernel: "combine", plan, origin: PlanOrigin::Searched };
+    let other = PlanInForce { kernel: "dispatch", origin: PlanOrigin::Shipped, ..found };
+    rows::note_plan(&mut row, &[other, found]);
+    assert_eq!(row.metrics["plan"], "ldst u4 w20");
+    assert_eq!(row.metrics["plan_origin"], "searched");
+    let mut report = Report::new("abc".into(), Machine::default());
+    report.results.push(row);
+    assert!(rows::table(&report).contains("rank tuned"));
 }
 
 /// The host backend agrees with itself, and a changed byte shows.

@@ -1,49 +1,28 @@
 //! `copy`: which way through an SM, with how many warps, is best on how many SMs.
 
 use ep_kernels::cuda::Device;
-use ep_kernels::cuda::moe::SUM_SHAPES;
+use ep_runtime::sched::tune::{rows_plans, sums_plans};
 use ep_runtime::{CopyPath, MovePlan, Tuning};
 use serde_json::json;
 
 use super::rank::{Call, on_ranks};
 use super::rows::{Limits, row};
 use super::{job, slowest};
+use crate::Result;
 use crate::case::{Case, Operation};
 use crate::report::Row;
-use crate::{BenchError, Result};
 
 /// Numbers of SMs.
 pub const SMS: [u32; 6] = [4, 8, 12, 16, 24, 32];
 const RUNS: (usize, usize) = (3, 11);
 
-/// Plans to try for dispatch: all that could fit; the device refuses those that do not.
-pub fn rows_plans(row_bytes: u32) -> Vec<(u32, CopyPath)> {
-    let mut plans = Vec::new();
-    for stages in [2, 3, 4] {
-        for (divisor, warps) in [(1, [2, 4, 5, 7]), (2, [4, 8, 10, 14]), (4, [8, 12, 14, 16])] {
-            let chunk = (row_bytes / divisor).next_multiple_of(16);
-            plans.extend(warps.map(|warps| (warps, CopyPath::Tma { stages, chunk })));
-        }
+/// A plan in words, SMs aside.
+pub fn plan_text(plan: &MovePlan) -> String {
+    match plan.path {
+        CopyPath::Tma { stages, chunk } => format!("tma {stages}x{chunk} w{}", plan.warps),
+        CopyPath::LdSt { unroll } => format!("ldst u{unroll} w{}", plan.warps),
+        other => format!("{other:?} w{}", plan.warps),
     }
-    for unroll in [2, 4, 7] {
-        plans.extend([16, 20, 24, 32].map(|warps| (warps, CopyPath::LdSt { unroll })));
-    }
-    plans
-}
-
-/// Plans to try for combine.
-pub fn sums_plans() -> Vec<(u32, CopyPath)> {
-    let mut plans = Vec::new();
-    for (vectors, stages) in SUM_SHAPES {
-        let chunk = 512 * vectors;
-        plans.extend(
-            [4, 6, 8, 10, 12, 14, 16].map(|warps| (warps, CopyPath::Tma { stages, chunk })),
-        );
-    }
-    for (unroll, warps) in [(2, [16, 24, 32]), (4, [12, 16, 20]), (7, [8, 10, 12])] {
-        plans.extend(warps.map(|warps| (warps, CopyPath::LdSt { unroll })));
-    }
-    plans
 }
 
 /// Times every plan; one row each, best first per number of SMs, and compares the best.
@@ -87,11 +66,7 @@ pub fn run(case: &Case, devices: &[Device]) -> Result<Vec<Row>> {
         let ranks: Vec<Vec<f64>> = all.iter().map(|rank| rank[i].clone()).collect();
         let timed = (*operation, slowest(&ranks));
         let mut row = row(&job, timed, plan.blocks, Call::default(), &limits);
-        let how = match plan.path {
-            CopyPath::Tma { stages, chunk } => format!("tma {stages}x{chunk} w{}", plan.warps),
-            CopyPath::LdSt { unroll } => format!("ldst u{unroll} w{}", plan.warps),
-            _ => return Err(BenchError::Usage("an unknown path".into())),
-        };
+        let how = plan_text(plan);
         row.metrics.insert("how".into(), json!(how));
         row.metrics.insert("warps".into(), json!(plan.warps));
         results.push((i, row));

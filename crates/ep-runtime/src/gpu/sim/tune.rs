@@ -386,7 +386,7 @@ fn a_given_plan_is_launched_and_nothing_is_searched_for_in_its_place() {
 /// Some plans cannot begin on one rank, or cannot be timed on another: nobody waits for them.
 #[test]
 fn a_plan_that_fails_on_one_rank_is_out_on_all() {
-    let out = |plan: &MovePlan| plan.warps % 4 == 0;
+    let out = |plan: &MovePlan| plan.warps.is_multiple_of(4);
     let clock = |rank: usize, candidate: &Candidate| match (out(&candidate.plan), rank) {
         (true, 1) if candidate.plan.warps == 8 => Trial::CannotBegin,
         (true, 0) => Trial::SaysNothing,

@@ -22,6 +22,9 @@ const FIRST: Duration = Duration::from_millis(2);
 /// Bytes per microsecond that one SM moves at the least.
 const SLOW: u64 = 10_000;
 
+/// What writes a result's rows.
+type Experts = Box<dyn Fn(&Dispatched)>;
+
 /// What trials work on.
 pub(crate) struct Scene {
     /// The caller's stream.
@@ -32,7 +35,7 @@ pub(crate) struct Scene {
     pub ids: u64,
     pub out: u64,
     /// Writes a result's rows as experts would, where that matters: to simulated memory.
-    pub experts: Option<Box<dyn Fn(&Dispatched)>>,
+    pub experts: Option<Experts>,
 }
 
 /// What is tried.
