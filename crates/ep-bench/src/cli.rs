@@ -30,6 +30,10 @@ pub enum Bench {
     Copy,
     /// GPUs: launch attributes, alone and beside a kernel that holds SMs.
     Launch,
+    /// GPUs: communication beside compute, and compute beside it.
+    Overlap,
+    /// GPUs: ways through an SM, alone and beside compute.
+    Unroll,
 }
 
 /// Options of `--transport nvlink`.
@@ -59,9 +63,15 @@ pub struct GpuArgs {
     /// Launch by the plans that ship (the default)
     #[arg(long)]
     pub no_tune: bool,
-    /// Write the suite's results into this folder
+    /// Write results of suite, overlap and unroll into this folder
     #[arg(long, value_name = "DIR")]
     pub out: Option<PathBuf>,
+    /// Overlap and unroll: fewer SMs and runs
+    #[arg(long)]
+    pub quick: bool,
+    /// Overlap and unroll: only what has this in its name, as `partition 16`
+    #[arg(long, value_name = "TEXT")]
+    pub only: Option<String>,
 }
 
 /// How bytes reach a peer.
@@ -269,8 +279,12 @@ impl Args {
         };
         Ok(match (self.bench, self.dtype) {
             (Some(Bench::Layout), _) => Vec::new(),
-            (Some(Bench::Suite | Bench::Copy | Bench::Launch), _) => {
-                let text = "suite, copy and launch measure GPUs: add --transport nvlink";
+            (
+                Some(Bench::Suite | Bench::Copy | Bench::Launch | Bench::Overlap | Bench::Unroll),
+                _,
+            ) => {
+                let text = "suite, copy, launch, overlap and unroll measure GPUs: add \
+                            --transport nvlink";
                 return Err(BenchError::Usage(text.into()));
             }
             (None, None) => STANDARD.to_vec(),
@@ -428,6 +442,8 @@ mod tests {
             ("combine --dtype fp8", "cannot be combined"),
             ("suite", "--transport nvlink"),
             ("launch --transport host", "--transport nvlink"),
+            ("overlap --quick", "--transport nvlink"),
+            ("unroll", "--transport nvlink"),
             ("--hidden 12", "multiple of 16"),
             ("--ranks 8 --experts 7", "every rank needs an expert"),
             ("--topk 65", "more than --experts 64"),

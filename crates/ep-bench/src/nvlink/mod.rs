@@ -6,6 +6,7 @@
 
 mod known;
 mod launch;
+mod overlap;
 mod peers;
 mod rank;
 mod raw;
@@ -14,6 +15,7 @@ mod rows;
 mod suite;
 mod timing;
 mod tune;
+mod unroll;
 
 pub use rank::{Call, Job};
 pub use suite::{ITEMS, Item};
@@ -24,6 +26,7 @@ use ep_runtime::{Tune, Tuning};
 
 use crate::case::{Case, Operation, Shape};
 use crate::cli::{Args, Bench};
+use crate::html::page;
 use crate::machine::{Machine, commit};
 use crate::plan::Traffic;
 use crate::report::{Report, write};
@@ -45,7 +48,8 @@ pub fn run(args: &Args) -> Result<Report> {
     let cases = match args.bench {
         Some(Bench::Sweep | Bench::Layout) => {
             return usage(
-                "--transport nvlink measures dispatch, combine, roundtrip, copy, launch and suite",
+                "--transport nvlink measures dispatch, combine, roundtrip, copy, launch, suite, \
+                 overlap and unroll",
             );
         }
         Some(Bench::Suite) => Vec::new(),
@@ -54,8 +58,11 @@ pub fn run(args: &Args) -> Result<Report> {
     let devices = devices(args.gpu.gpus)?;
     let mut report = Report::new(commit(args.commit.as_deref()), Machine::here());
     report.machine.gpus = devices.iter().map(|d| d.properties().name.clone()).collect();
+    let mut outcome = Ok(());
     match args.bench {
         Some(Bench::Suite) => suite::run(args, &devices, &mut report)?,
+        Some(Bench::Overlap) => outcome = overlap::run(args, &cases[0], &devices, &mut report),
+        Some(Bench::Unroll) => outcome = unroll::run(args, &cases[0], &devices, &mut report),
         Some(Bench::Copy) => report.results = tune::run(&cases[0], &devices)?,
         Some(Bench::Launch) => report.results = launch::run(&cases[0], &devices)?,
         _ => {
@@ -64,12 +71,18 @@ pub fn run(args: &Args) -> Result<Report> {
             }
         }
     }
-    print!("{}", rows::table(&report));
-    if let Some(path) = &args.json {
-        write(path, &report.json())?;
-        println!("wrote {}", path.display());
+    let table = match args.bench {
+        Some(Bench::Overlap | Bench::Unroll) => overlap::table(&report),
+        _ => rows::table(&report),
+    };
+    print!("{table}");
+    for (path, text) in [(&args.json, Report::json as fn(&Report) -> String), (&args.html, page)] {
+        if let Some(path) = path {
+            write(path, &text(&report))?;
+            println!("wrote {}", path.display());
+        }
     }
-    Ok(report)
+    outcome.map(|()| report)
 }
 
 fn measure(args: &Args, case: Case, devices: &[Device], report: &mut Report) -> Result<()> {
@@ -157,7 +170,9 @@ fn devices(count: Option<usize>) -> Result<Vec<Device>> {
 /// What `args` ask for: one case, or dispatch and combine.
 fn cases(args: &Args) -> Result<Vec<Case>> {
     let operations: &[Operation] = match args.bench {
-        Some(Bench::Dispatch | Bench::Copy | Bench::Launch) => &[Operation::Dispatch],
+        Some(Bench::Dispatch | Bench::Copy | Bench::Launch | Bench::Overlap | Bench::Unroll) => {
+            &[Operation::Dispatch]
+        }
         Some(Bench::Combine) => &[Operation::Combine],
         Some(Bench::Roundtrip) => &[Operation::Roundtrip],
         _ => &[Operation::Dispatch, Operation::Combine],

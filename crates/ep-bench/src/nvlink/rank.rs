@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use ep_kernels::cuda::{Device, DeviceMemory, EventPool, Stream};
 use ep_runtime::{
-    DType, DeviceIds, DispatchOpts, Dispatched, Ep, EpBuilder, Group, Handle, IdKind, Payload,
-    Place, Queue, Route, Rows, RowsMut, Tuning,
+    CombineOpts, DType, DeviceIds, DispatchOpts, Dispatched, Ep, EpBuilder, Group, Handle, IdKind,
+    Payload, Place, Queue, Route, Rows, RowsMut, SmPolicy, Tuning,
 };
 
 pub use super::known::Job;
@@ -27,6 +27,28 @@ pub struct Call {
     pub capacity: bool,
     /// By replaying a graph.
     pub graph: bool,
+}
+
+/// The layer that ranks build.
+#[derive(Clone, Copy, Debug)]
+pub struct Setup {
+    /// Blocks of its kernels.
+    pub sms: u32,
+    /// How they are launched.
+    pub tuning: Tuning,
+    /// How they get their SMs.
+    pub policy: SmPolicy,
+    /// Results at once. With one slot, what was poisoned is what the next call writes.
+    pub slots: usize,
+    /// Operations at once.
+    pub lanes: usize,
+}
+
+impl Setup {
+    /// One operation at a time, on SMs that nothing sets aside.
+    pub fn new(sms: u32, tuning: Tuning) -> Self {
+        Self { sms, tuning, policy: SmPolicy::Shared, slots: 1, lanes: 1 }
+    }
 }
 
 /// One rank. Fields that refer to others are dropped before them.
@@ -71,6 +93,19 @@ pub fn on_ranks<T: Send>(
     graph: bool,
     script: &(dyn Fn(&mut Rank<'_>) -> Result<T> + Sync),
 ) -> Result<Vec<T>> {
+    let slots = if graph { 3 } else { 1 };
+    on_ranks_with(job, &Setup { slots, ..Setup::new(sms, tuning) }, script)
+}
+
+/// As [`on_ranks`], with any layer.
+///
+/// # Errors
+/// As [`on_ranks`].
+pub fn on_ranks_with<T: Send>(
+    job: &Job,
+    setup: &Setup,
+    script: &(dyn Fn(&mut Rank<'_>) -> Result<T> + Sync),
+) -> Result<Vec<T>> {
     let gate = Gate::new(&job.devices[0])?;
     let groups = Group::local(job.case.shape.ranks)
         .map_err(|e| BenchError::Tool { op: "nvlink", detail: e.to_string() })?;
@@ -78,16 +113,15 @@ pub fn on_ranks<T: Send>(
         let start = |group: Group| {
             let gate = &gate;
             scope.spawn(move || {
-                let done =
-                    Rank::new(job, &group, gate, (sms, tuning), graph).and_then(|mut rank| {
-                        let done = script(&mut rank);
-                        if let Err(e) = &done {
-                            // Nobody waits for this rank, nor for the gate.
-                            group.abort(&e.to_string());
-                            gate.open(i32::MAX as u32);
-                        }
-                        done
-                    });
+                let done = Rank::new(job, &group, gate, setup).and_then(|mut rank| {
+                    let done = script(&mut rank);
+                    if let Err(e) = &done {
+                        // Nobody waits for this rank, nor for the gate.
+                        group.abort(&e.to_string());
+                        gate.open(i32::MAX as u32);
+                    }
+                    done
+                });
                 if let Err(e) = &done {
                     group.abort(&e.to_string());
                 }
@@ -115,20 +149,19 @@ impl<'a> Rank<'a> {
         job: &'a Job,
         group: &'a Group,
         gate: &'a Gate,
-        (sms, tuning): (u32, Tuning),
-        graph: bool,
+        setup: &Setup,
     ) -> Result<Self> {
         let rank = group.rank();
         let device = job.devices[rank % job.devices.len()].clone();
         let stream = device.stream(0).map_err(cuda)?;
         let ordinal = device.properties().ordinal;
-        // With one slot, what was poisoned is what the next call writes.
         let ep = EpBuilder::new(layer(&job.case, &job.traffic))
             .place(Place::Cuda(ordinal))
-            .slots(if graph { 3 } else { 1 })
-            .lanes(1)
-            .comm_sms(sms)
-            .tuning(tuning)
+            .slots(setup.slots)
+            .lanes(setup.lanes)
+            .sm_policy(setup.policy)
+            .comm_sms(setup.sms)
+            .tuning(setup.tuning)
             .tune(job.tune)
             .timeout(LIMIT)
             .build(group)
@@ -188,8 +221,9 @@ impl<'a> Rank<'a> {
         self.stream.wait("a rank's stream", LIMIT).map_err(cuda)
     }
 
-    pub(super) fn dispatch(&self, call: Call) -> Result<Dispatched> {
-        let (case, p, rank) = (&self.job.case, self.places, self.rank);
+    /// What this rank sends.
+    pub(super) fn payload(&self) -> Result<Payload<'_>> {
+        let (case, p) = (&self.job.case, self.places);
         let (hidden, tokens) = (case.shape.hidden, self.reference().input.routes.tokens);
         let ordinal = self.device.properties().ordinal;
         let rows = |at, bytes: usize, dtype| {
@@ -207,6 +241,18 @@ impl<'a> Rank<'a> {
             }
             dtype => Payload::new(rows(p.payload, row, kind(dtype).dtype())),
         };
+        payload.map_err(failed(self.rank, "payload"))
+    }
+
+    pub(super) fn dispatch(&self, call: Call) -> Result<Dispatched> {
+        self.dispatch_on(&self.queue, call)
+    }
+
+    /// As [`Rank::dispatch`], in the order of another stream.
+    pub(super) fn dispatch_on(&self, queue: &Queue, call: Call) -> Result<Dispatched> {
+        let (case, p, rank) = (&self.job.case, self.places, self.rank);
+        let tokens = self.reference().input.routes.tokens;
+        let ordinal = self.device.properties().ordinal;
         let choices = tokens * case.shape.topk;
         let route = match &self.handle {
             Some(handle) if !call.uncached => Route::Cached(handle),
@@ -224,22 +270,53 @@ impl<'a> Rank<'a> {
             capacity: call.capacity,
             ..DispatchOpts::default()
         };
-        payload
-            .and_then(|payload| self.ep.dispatch(&self.queue, payload, route, &opts))
-            .map_err(failed(rank, "dispatch"))
+        let payload = self.payload()?;
+        self.ep.dispatch(queue, payload, route, &opts).map_err(failed(rank, "dispatch"))
+    }
+
+    /// Room for this rank's sums at `at`.
+    ///
+    /// # Safety
+    /// As many bytes as [`Rank::out_bytes`] are there, in memory of this rank's GPU that nobody else
+    /// uses until what they are passed to is done.
+    pub(super) unsafe fn sums_at(&self, at: u64) -> RowsMut<'_> {
+        let (tokens, row) = (self.reference().input.routes.tokens, self.row());
+        let dtype = kind(self.job.case.dtype.back()).dtype();
+        let ordinal = self.device.properties().ordinal;
+        // SAFETY: by this function's contract.
+        unsafe { RowsMut::from_device(ordinal, at, tokens, row, row, dtype) }
+    }
+
+    /// Bytes of this rank's sums.
+    pub(super) fn out_bytes(&self) -> usize {
+        self.reference().combined.len()
     }
 
     pub(super) fn combine(&self, held: Dispatched) -> Result<()> {
-        let case = &self.job.case;
-        let (back, tokens) = (case.dtype.back(), self.reference().input.routes.tokens);
-        let row = back.payload_bytes(case.shape.hidden);
-        let (ordinal, dtype) = (self.device.properties().ordinal, kind(back).dtype());
+        self.combine_on(&self.queue, held, None)
+    }
+
+    /// As [`Rank::combine`], in the order of another stream and on another lane.
+    pub(super) fn combine_on(
+        &self,
+        queue: &Queue,
+        held: Dispatched,
+        lane: Option<usize>,
+    ) -> Result<()> {
         // SAFETY: dense rows in this rank's memory, used by nobody else.
-        let out =
-            unsafe { RowsMut::from_device(ordinal, self.places.out, tokens, row, row, dtype) };
-        held.combine(&self.queue, out, &combine_opts(case, self.job.reduced))
+        let out = unsafe { self.sums_at(self.places.out) };
+        let opts = CombineOpts { lane, ..combine_opts(&self.job.case, self.job.reduced) };
+        held.combine(queue, out, &opts)
             .map(drop)
             .map_err(|e| failed(self.rank, "combine")(e.into()))
+    }
+
+    /// The sums as they are now.
+    pub(super) fn sums(&self) -> Result<Vec<u8>> {
+        let mut got = vec![0u8; self.out_bytes()];
+        let at = (self.places.out - self.memory.address()) as usize;
+        self.memory.download(&self.stream, at, &mut got, LIMIT).map_err(cuda)?;
+        Ok(got)
     }
 
     /// Where the held rows are, and their stride.
@@ -313,10 +390,7 @@ impl<'a> Rank<'a> {
 
     pub(super) fn check_combined(&self) -> Result<()> {
         let want = &self.reference().combined;
-        let mut got = vec![0u8; want.len()];
-        let at = (self.places.out - self.memory.address()) as usize;
-        self.memory.download(&self.stream, at, &mut got, LIMIT).map_err(cuda)?;
-        self.verdict("combine", compare_combined(want, &got, self.row()))
+        self.verdict("combine", compare_combined(want, &self.sums()?, self.row()))
     }
 
     /// Compares one dispatch as it is called and one combine with the host backend. Leaves a

@@ -24,8 +24,8 @@ use ep_runtime::Tuning;
 use serde_json::json;
 
 use super::rank::{Call, Setup, on_ranks_with};
-use super::rows::{Limits, row};
-use super::{Job, job};
+use super::rows::{Limits, note_plan, row};
+use super::{Job, job, tuning_mode};
 use crate::case::{Case, Operation};
 use crate::cli::Args;
 use crate::report::{Report, Row, write};
@@ -48,7 +48,8 @@ type Seen = (Sms, Vec<point::Sample>);
 /// The first of the measurements; the others are made and written nevertheless.
 pub(super) fn run(args: &Args, case: &Case, devices: &[Device], report: &mut Report) -> Result<()> {
     let scope = scope(args, devices)?;
-    let job = job(case.clone(), false, devices)?;
+    let mut job = job(case.clone(), false, devices)?;
+    job.tune = tuning_mode(args);
     let matrices = matrices(devices)?;
     let (start, mut failures) = (Instant::now(), Vec::new());
     let mut number = 0;
@@ -154,7 +155,9 @@ fn layer(
         let samples: Option<Vec<point::Sample>> =
             ranks.iter().map(|(_, samples)| samples[i].clone()).collect();
         let Some(samples) = samples else { continue };
-        rows.push(result(job, point, (ranks[0].0.clone(), samples)));
+        let mut row = result(job, point, (ranks[0].0.clone(), samples));
+        note_plan(&mut row, &job.plans());
+        rows.push(row);
     }
     Ok(rows)
 }
