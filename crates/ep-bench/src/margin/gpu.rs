@@ -9,8 +9,8 @@ use ep_kernels::cuda::{
 use ep_topology::{Launch, SmObservation};
 
 use super::lab::{Held, Lab, Trial};
-use ep_runtime::sched::sm_observation;
 use crate::{BenchError, Result};
+use ep_runtime::sched::sm_observation;
 
 /// Bound of each wait for the GPU.
 const LIMIT: Duration = Duration::from_secs(5);

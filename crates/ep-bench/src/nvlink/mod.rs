@@ -87,8 +87,12 @@ pub fn run(args: &Args) -> Result<Report> {
 
 fn measure(args: &Args, case: Case, devices: &[Device], report: &mut Report) -> Result<()> {
     let gpu = &args.gpu;
-    let call =
-        Call { uncached: gpu.uncached || gpu.capacity, capacity: gpu.capacity, graph: gpu.graph };
+    let call = Call {
+        uncached: gpu.uncached || gpu.capacity,
+        capacity: gpu.capacity,
+        graph: gpu.graph,
+        chain: false,
+    };
     let mut job = job(case, gpu.reduced, devices)?;
     job.tune = tuning_mode(args);
     let limits = rows::Limits::measure(&job)?;

@@ -27,6 +27,8 @@ pub struct Call {
     pub capacity: bool,
     /// By replaying a graph.
     pub graph: bool,
+    /// Of [`CHAIN`](super::timing::CHAIN) operations; one of them counts.
+    pub chain: bool,
 }
 
 /// The layer that ranks build.

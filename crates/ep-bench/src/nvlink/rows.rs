@@ -120,6 +120,7 @@ pub fn row(
         ("gpus".into(), json!(job.devices.len())),
         ("capacity".into(), json!(call.capacity)),
         ("graph".into(), json!(call.graph)),
+        ("chain".into(), json!(call.chain)),
         ("reduced".into(), json!(job.reduced)),
         ("wire_bytes".into(), json!(wire)),
         ("seed".into(), json!(case.seed)),
@@ -199,6 +200,7 @@ pub fn table(report: &Report) -> String {
                 (!row.cached, "uncached"),
                 (flag("reduced"), "reduced"),
                 (flag("graph"), "graph"),
+                (flag("chain"), "of 8"),
                 (matches!(text("plan_origin"), Some("searched" | "cached")), "tuned"),
             ];
             how.extend(marks.into_iter().filter(|(on, _)| *on).map(|(_, name)| name));

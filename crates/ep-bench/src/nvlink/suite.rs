@@ -59,10 +59,12 @@ pub struct Item {
     pub target: Option<Target>,
 }
 
-const CACHED: Call = Call { uncached: false, capacity: false, graph: false };
-const CAPACITY: Call = Call { uncached: true, capacity: true, graph: false };
+const CACHED: Call = Call { uncached: false, capacity: false, graph: false, chain: false };
+const CAPACITY: Call = Call { uncached: true, capacity: true, graph: false, chain: false };
 const GRAPH: Call = Call { graph: true, ..CACHED };
 const UNCACHED_GRAPH: Call = Call { graph: true, ..CAPACITY };
+const CHAIN: Call = Call { chain: true, ..GRAPH };
+const UNCACHED_CHAIN: Call = Call { chain: true, ..UNCACHED_GRAPH };
 
 const fn train(operation: Operation, dtype: Dtype, sms: u32, must: f64, goal: f64) -> Item {
     Item {
@@ -97,7 +99,7 @@ const DECODE: Item = Item {
 };
 
 /// The table. A round trip by graph gives two rows.
-pub const ITEMS: [Item; 10] = [
+pub const ITEMS: [Item; 12] = [
     train(Operation::Dispatch, Dtype::Bf16, 16, 415.0, 360.0),
     train(Operation::Dispatch, Dtype::Bf16, 8, 640.0, 600.0),
     Item {
@@ -112,6 +114,8 @@ pub const ITEMS: [Item; 10] = [
     Item { operation: Operation::Combine, ..EXPERTS },
     DECODE,
     Item { call: UNCACHED_GRAPH, ..DECODE },
+    Item { call: CHAIN, ..DECODE },
+    Item { call: UNCACHED_CHAIN, ..DECODE },
 ];
 
 /// Runs the table and writes `train.json` and `decode.json` if a folder is given.

@@ -1,6 +1,7 @@
 //! Timing operations of ranks on GPUs, by events, from a start that all ranks have together.
 
 use ep_kernels::cuda::Event;
+use ep_runtime::Dispatched;
 
 use super::rank::{Call, Rank};
 use super::raw::failed as cuda;
@@ -126,7 +127,34 @@ impl Rank<'_> {
         }
     }
 
-    /// Times replays of a captured dispatch and of a captured combine.
+    /// Captures as many dispatches as a graph of this call has; the last one's result is kept.
+    fn capture_dispatches(&self, call: Call) -> Result<(Graph, Dispatched)> {
+        // SAFETY: this rank's stream; its layer outlives the graphs.
+        unsafe {
+            Graph::capture(&self.device, self.stream.raw(), || {
+                for _ in 1..operations(call) {
+                    self.dispatch(call)?.release(&self.queue);
+                }
+                self.dispatch(call)
+            })
+        }
+    }
+
+    /// Captures as many combines, all of the rows of `held`'s slot.
+    fn capture_combines(&self, call: Call, held: Dispatched) -> Result<Graph> {
+        let raw = self.stream.raw();
+        // SAFETY: this rank's stream; its layer outlives the graphs.
+        let captured = unsafe {
+            Graph::capture(&self.device, raw, || {
+                self.combine(held)?;
+                // The slot is free again, and the only one that graphs use.
+                (1..operations(call)).try_for_each(|_| self.combine(self.slot()?))
+            })
+        };
+        Ok(captured?.0)
+    }
+
+    /// Times replays of captured dispatches and of captured combines, per operation.
     ///
     /// # Errors
     /// As [`Rank::measure`].
@@ -134,9 +162,7 @@ impl Rank<'_> {
         let raw = self.stream.raw();
         self.drain()?;
         self.barrier()?;
-        // SAFETY: this rank's stream; its layer outlives the graphs.
-        let (dispatch, mut held) =
-            unsafe { Graph::capture(&self.device, raw, || self.dispatch(call))? };
+        let (dispatch, mut held) = self.capture_dispatches(call)?;
         let rows = self.rows_of(&mut held)?;
         self.poison(rows)?;
         self.barrier()?;
@@ -145,8 +171,8 @@ impl Rank<'_> {
         self.drain()?;
         self.check_rows(&held)?;
         self.barrier()?;
-        // SAFETY: this rank's stream; its layer outlives the graphs.
-        let (combine, ()) = unsafe { Graph::capture(&self.device, raw, || self.combine(held))? };
+        let combine = self.capture_combines(call, held)?;
+        let count = operations(call) as f64;
         let (mut dispatched, mut combined) = (Vec::new(), Vec::new());
         for run in 1..=WARM_UPS + RUNS {
             // SAFETY: this rank's stream; its layer outlives the graphs.
@@ -158,8 +184,8 @@ impl Rank<'_> {
             // SAFETY: this rank's stream; its layer outlives the graphs.
             let (back, ()) = self.timed(true, |_| unsafe { combine.launch(raw) })?;
             if run > WARM_UPS {
-                dispatched.push(us);
-                combined.push(back);
+                dispatched.push(us / count);
+                combined.push(back / count);
             }
         }
         self.check_combined()?;
@@ -167,4 +193,11 @@ impl Rank<'_> {
         self.barrier()?;
         Ok((dispatched, combined))
     }
+}
+
+/// Operations in a graph of several: as a model captures its layers.
+pub const CHAIN: usize = 8;
+
+fn operations(call: Call) -> usize {
+    if call.chain { CHAIN } else { 1 }
 }

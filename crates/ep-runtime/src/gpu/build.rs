@@ -132,6 +132,8 @@ impl Loaded {
 /// How a layer's private memory is divided.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Sizes {
+    /// The most a rank sends.
+    pub tokens: usize,
     tables: [usize; 5],
     lane: usize,
     scratch: usize,
@@ -172,6 +174,7 @@ impl Sizes {
         let report = size_of::<MoeReport>() + shape.world * size_of::<MoeHeader>();
         let summaries_at = shape.lanes * REPORTS * report;
         Self {
+            tokens: shape.max_tokens,
             tables,
             lane,
             scratch,

@@ -157,8 +157,13 @@ impl Gpu {
 
     /// The plan for rows of `row_bytes`, and where it comes from.
     pub fn plan_in_force(&self, moving: Moving, row_bytes: u32) -> (MovePlan, PlanOrigin) {
-        let shipped = moving.shipped(row_bytes, self.sms, self.machine.properties());
+        let shipped = self.shipped(moving, row_bytes);
         self.plans.lock().of(moving, row_bytes, shipped)
+    }
+
+    /// What ships for a layer like this.
+    pub fn shipped(&self, moving: Moving, row_bytes: u32) -> MovePlan {
+        moving.shipped(row_bytes, self.sizes.tokens, self.sms, self.machine.properties())
     }
 
     /// What the caller said, and what was found.

@@ -103,12 +103,12 @@ pub struct CombineArgs {
 impl MovePlan {
     /// What suits a dispatch.
     pub fn dispatch(args: &DispatchArgs, sms: u32, device: &DeviceProperties) -> Self {
-        Self::rows(args.format.payload_bytes, sms, device)
+        Self::rows(args.format.payload_bytes, args.routing.tokens as usize, sms, device)
     }
 
     /// What suits expanding.
     pub fn expand(args: &ExpandArgs, sms: u32, device: &DeviceProperties) -> Self {
-        Self::rows(args.row.payload_bytes, sms, device)
+        Self::rows(args.row.payload_bytes, args.shape.max_rows as usize, sms, device)
     }
 
     /// What suits reducing at an owner.

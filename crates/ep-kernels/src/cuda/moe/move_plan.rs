@@ -59,21 +59,28 @@ impl MovePlan {
         Self { blocks, warps, path, attributes: LaunchAttributes::plain() }
     }
 
-    /// One read, several writes, for rows of `row_bytes` on `sms` SMs: what was best on an H200 with
-    /// two ranks. Bulk copies need the fewest SMs and suit small rows; where SMs saturate the link
-    /// and rows are large, loads and stores are a little faster, and more blocks only crowd the link: 24
-    /// took 12 % longer than 16.
-    pub fn rows(row_bytes: u32, sms: u32, device: &DeviceProperties) -> Self {
+    /// One read, several writes, for up to `tokens` rows of `row_bytes` on `sms` SMs: what was best on an
+    /// H200 with two ranks. Bulk copies need the fewest SMs and suit small rows; where SMs saturate the
+    /// link and rows are large, loads and stores are a little faster, and more blocks only crowd the
+    /// link: 24 took 12 % longer than 16. Few rows are cut, so that all warps have some.
+    pub fn rows(row_bytes: u32, tokens: usize, sms: u32, device: &DeviceProperties) -> Self {
         let old = device.capability < (9, 0);
-        if old || (sms >= 16 && row_bytes > 8 * 1024) {
+        let few = tokens < 32 * sms as usize;
+        if old || (sms >= 16 && row_bytes > 8 * 1024 && !few) {
             return Self::new(if old { sms } else { 16 }, 16, CopyPath::LdSt { unroll: 4 });
         }
-        let pieces = row_bytes.div_ceil(8 * 1024).max(1);
-        let chunk = row_bytes.div_ceil(pieces).next_multiple_of(16).max(16);
+        let most = if few { 3584 } else { 8 * 1024 };
+        let chunk = row_bytes.div_ceil(row_bytes.div_ceil(most).max(1));
+        let chunk = chunk.next_multiple_of(16).max(16);
+        let stages = if sms >= 16 && !few { 2 } else { 3 };
+        let warps = match chunk {
+            _ if few => 16,
+            4096.. if row_bytes <= 8 * 1024 => 7,
+            4096.. => 10,
+            _ => 16,
+        };
         let room = device.shared_per_block.saturating_sub(12 * 1024);
-        let most = if chunk >= 4096 { 10 } else { 16 };
-        let warps = (room / (3 * chunk)).clamp(1, most);
-        Self::new(sms, warps, CopyPath::Tma { stages: 3, chunk })
+        Self::new(sms, warps.min((room / (stages * chunk)).max(1)), CopyPath::Tma { stages, chunk })
     }
 
     /// Several reads, one write, as [`MovePlan::rows`].

@@ -259,7 +259,7 @@ impl Layer<'_> {
         let tried = if moving.copies() { rows_plans(row_bytes) } else { sums_plans() };
         let tried = tried.into_iter().map(|(warps, path)| MovePlan::new(blocks, warps, path));
         // First: what is launched where nothing else is faster.
-        let shipped = moving.shipped(row_bytes, blocks, device);
+        let shipped = self.gpu().shipped(moving, row_bytes);
         let all = std::iter::once(shipped).chain(tried.filter(|plan| *plan != shipped));
         all.filter(|plan| moving.check(plan, self.ep.world(), device).is_ok())
             .filter_map(|plan| StoredPlan::new(&plan))
