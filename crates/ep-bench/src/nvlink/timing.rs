@@ -148,7 +148,11 @@ impl Rank<'_> {
             Graph::capture(&self.device, raw, || {
                 self.combine(held)?;
                 // The slot is free again, and the only one that graphs use.
-                (1..operations(call)).try_for_each(|_| self.combine(self.slot()?))
+                (1..operations(call)).try_for_each(|_| {
+                    let mut held = self.slot()?;
+                    self.rows_of(&mut held)?;
+                    self.combine(held)
+                })
             })
         };
         Ok(captured?.0)
