@@ -22,9 +22,9 @@ EP_CHECK_FIELD(MoePlacesParams, reserved);
 
 typedef const MoePlacesParams &Params;
 
-__device__ inline bool places_may_run(Params p) {
-    return !moe_poisoned(p.shape, ((const MoeLane *)p.op.lane)->refused != 0);
-}
+// Where the wait for the peers' rows was released, rows are earlier ones: what is made of them stays in
+// this rank's memory, and the host says that the operation failed.
+__device__ inline bool places_may_run(Params p) { return ((const MoeLane *)p.op.lane)->refused == 0; }
 
 __device__ inline u64 places_record(Params p, u32 row) {
     return moe_rank_rows(p.shape, p.op, p.shape.rank) + (u64)row * p.row.stride;

@@ -177,10 +177,8 @@ extern "C" __global__ void __launch_bounds__(1024, 1) moe_plan(const __grid_cons
     __shared__ PlanFound found;
     u64 *experts = (u64 *)p.scratch, *ranks = experts + p.shape.physical, *padded = ranks + p.shape.world;
     if (threadIdx.x == 0) found.overflow = 0;
-    bool poisoned = threadIdx.x == 0 && *(const volatile u32 *)p.shape.poisoned != 0;
-    bool bad = moe_differs(p.shape, p.op);
     MoeReport report = {};
-    if (__syncthreads_or(bad || poisoned)) report.verdict = __syncthreads_or(poisoned) ? MOE_POISONED : MOE_DISAGREE;
+    if (__syncthreads_or(moe_differs(p.shape, p.op))) report.verdict = moe_why(p.shape);
     if (report.verdict == MOE_OK) {
         plan_sum(p, experts, ranks, found);
         plan_offsets(p, experts, padded);
@@ -226,7 +224,7 @@ extern "C" __global__ void __launch_bounds__(1024, 1) moe_plan(const __grid_cons
 
 // Marks the rows behind the last as rows without ids and source.
 extern "C" __global__ void __launch_bounds__(1024, 1) moe_mark_tail(const __grid_constant__ MoeTailParams p) {
-    if (moe_poisoned(p.shape, ((const MoeLane *)p.op.lane)->refused != 0)) return;
+    if (((const MoeLane *)p.op.lane)->refused != 0) return;
     const MoeHandleHeader *header = (const MoeHandleHeader *)p.routing.header;
     u32 lane = threadIdx.x & 31, warp = (blockIdx.x * blockDim.x + threadIdx.x) / 32;
     u32 warps = gridDim.x * blockDim.x / 32;

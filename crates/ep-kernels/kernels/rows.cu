@@ -33,11 +33,11 @@ EP_CHECK_FIELD(MoeRowsParams, reserved);
 typedef const MoeRowsParams &Params;
 
 // Whether rows move: a barrier of the block, all threads of which get the same answer. Rows of an
-// uncached dispatch follow the plan, which has just looked at everything.
+// uncached dispatch follow the plan, which has just looked at everything. Expand: as `places_may_run`.
 template <bool EXPAND>
 __device__ bool rows_may_move(Params p) {
     bool bad = ((const MoeHandleHeader *)p.routing.header)->status != 0;
-    if (EXPAND) return !moe_poisoned(p.shape, bad || ((const MoeLane *)p.op.lane)->refused != 0);
+    if (EXPAND) return !__syncthreads_or(bad || ((const MoeLane *)p.op.lane)->refused != 0);
     if (p.check) return moe_goes_on(p.shape, p.op, bad);
     if (blockIdx.x == 0) moe_awaits(p.shape, p.op, MOE_ROWS, ((const MoeLane *)p.op.lane)->sequence);
     return !__syncthreads_or(bad);

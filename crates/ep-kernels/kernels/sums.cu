@@ -120,7 +120,8 @@ __device__ u64 sums_row(Params p, const u64 *table, u32 token, u32 j, int &which
     if (p.mode == LOCAL) {
         u64 at = (u64)token * topk + j;
         int position = ((const int *)p.routing.positions)[at];
-        if (position < 0) return 0;
+        // Never beyond a slot, whatever a handle holds.
+        if (position < 0 || (u32)position >= p.shape.max_expert_rows) return 0;
         which = ((const int *)p.routing.choices)[at];
         return table[0] + (u64)position * p.from.stride;
     }

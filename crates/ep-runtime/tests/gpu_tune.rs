@@ -17,7 +17,7 @@ use ep_runtime::{
     EpBuilder, Hierarchy, MoeShape, PayloadKind, PlanInForce, PlanOrigin, SmPolicy, Tune,
 };
 
-const SEARCH: Tune = Tune::Search { limit: Duration::from_secs(2) };
+const SEARCH: Tune = Tune::Search { limit: Duration::from_secs(6) };
 
 /// Two GPUs whose layers are tuned, with a cache of their own.
 struct Tuned {

@@ -41,8 +41,12 @@ impl Rank<'_> {
         if !early {
             open(self)?;
         }
-        let done = work(self)?;
-        let end = self.record()?;
+        let submitted = work(self).and_then(|done| Ok((done, self.record()?)));
+        if submitted.is_err() {
+            // What this rank drops next may wait for its stream, which waits for the gate.
+            self.gate.open(self.round);
+        }
+        let (done, end) = submitted?;
         if early {
             open(self)?;
         }
@@ -116,7 +120,8 @@ impl Rank<'_> {
     pub fn measure_beside(&mut self, operation: Operation, early: bool) -> Result<Vec<f64>> {
         match operation {
             Operation::Combine => {
-                let held = self.slot()?;
+                let mut held = self.slot()?;
+                self.rows_of(&mut held)?;
                 Ok(vec![self.timed(early, |rank| rank.combine(held))?.0])
             }
             _ => {
