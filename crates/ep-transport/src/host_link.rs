@@ -110,6 +110,12 @@ impl HostLink {
         })
     }
 
+    /// The memory of a rank's region, which starts with its window.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn region(&self, rank: usize) -> Arc<dyn Region> {
+        self.regions[rank].clone()
+    }
+
     /// A link of this rank over the regions of all ranks, by rank and zeroed before any was used.
     ///
     /// # Errors

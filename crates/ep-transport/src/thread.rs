@@ -73,18 +73,29 @@ impl Transport for ThreadTransport {
     }
 
     fn open(&self, group: &Group, spec: WindowSpec, deadline: Deadline) -> Result<Arc<dyn Link>> {
-        self.open_with(group, spec, deadline, Anonymous::map)
+        Ok(self.open_with(group, spec, deadline, Anonymous::map)?)
     }
 }
 
 impl ThreadTransport {
+    /// As `open`, for who needs more of it than a link.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn open_host(
+        &self,
+        group: &Group,
+        spec: WindowSpec,
+        deadline: Deadline,
+    ) -> Result<Arc<HostLink>> {
+        self.open_with(group, spec, deadline, Anonymous::map)
+    }
+
     fn open_with(
         &self,
         group: &Group,
         spec: WindowSpec,
         deadline: Deadline,
         map: impl FnOnce(usize) -> Result<Arc<dyn Region>>,
-    ) -> Result<Arc<dyn Link>> {
+    ) -> Result<Arc<HostLink>> {
         spec.agree(group, self.name(), deadline)?;
         self.apart.check(group.world())?;
         let bytes = HostLink::region_bytes(spec, group.world())?;

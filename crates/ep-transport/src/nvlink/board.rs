@@ -14,7 +14,8 @@ use std::sync::{Arc, LazyLock, Weak};
 use parking_lot::Mutex;
 
 use super::driver::{Gpu, OP};
-use crate::{Beside, Link, Pacing, Reach, Result, StreamSide, TransportError};
+use super::graveyard::Buried;
+use crate::{Beside, HostLink, Pacing, Region, Result, StreamSide};
 
 const LINE: usize = StreamSide::AWAITED_STRIDE as usize;
 /// `CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP`.
@@ -61,42 +62,51 @@ impl Map {
 /// Page-locked memory that the GPUs of this process see.
 #[derive(Debug)]
 struct Registered {
-    gpu: Arc<Gpu>,
-    at: usize,
     /// Its first byte as GPUs see it.
     device: u64,
+    _locked: Buried<Locked>,
+}
+
+/// What has to be unlocked before it is unmapped.
+#[derive(Debug)]
+struct Locked {
+    gpu: Arc<Gpu>,
+    region: Arc<dyn Region>,
 }
 
 impl Registered {
-    /// Locks `bytes` at `at`. Threads of one process that share memory share its registration.
-    fn new(gpu: &Arc<Gpu>, at: *mut u8, bytes: usize) -> Result<Arc<Self>> {
+    /// Locks the first `bytes` of a region. Threads of one process that share memory share its
+    /// registration.
+    fn new(gpu: &Arc<Gpu>, region: Arc<dyn Region>, bytes: usize) -> Result<Arc<Self>> {
         static ALL: LazyLock<Mutex<HashMap<usize, Weak<Registered>>>> =
             LazyLock::new(Mutex::default);
+        let at = region.base().as_ptr().cast::<c_void>();
         let mut all = ALL.lock();
         if let Some(known) = all.get(&(at as usize)).and_then(Weak::upgrade) {
             return Ok(known);
         }
         let _current = gpu.current(OP)?;
         let (driver, mut device) = (gpu.driver, 0);
-        // SAFETY: the range is mapped for as long as the link that holds it and this value.
-        let code = unsafe { (driver.host_register)(at.cast::<c_void>(), bytes, PORTABLE_MAPPED) };
+        // SAFETY: the range is mapped for as long as the value below holds the region.
+        let code = unsafe { (driver.host_register)(at, bytes, PORTABLE_MAPPED) };
         gpu.check(OP, "cuMemHostRegister", code)?;
-        let made = |device| Arc::new(Self { gpu: gpu.clone(), at: at as usize, device });
+        let locked = Buried::new(Locked { gpu: gpu.clone(), region });
         // SAFETY: just registered as mapped.
-        let code = unsafe { (driver.host_pointer)(&mut device, at.cast::<c_void>(), 0) };
-        let registered = made(device);
+        let code = unsafe { (driver.host_pointer)(&mut device, at, 0) };
         gpu.check(OP, "cuMemHostGetDevicePointer", code)?;
+        let registered = Arc::new(Self { device, _locked: locked });
         all.retain(|_, known| known.strong_count() > 0);
         all.insert(at as usize, Arc::downgrade(&registered));
         Ok(registered)
     }
 }
 
-impl Drop for Registered {
+impl Drop for Locked {
     fn drop(&mut self) {
         let Ok(_current) = self.gpu.current("close") else { return };
+        let at = self.region.base().as_ptr().cast::<c_void>();
         // SAFETY: registered by `new`; streams that used it have ended, by the contract of a link.
-        let code = unsafe { (self.gpu.driver.host_unregister)(self.at as *mut c_void) };
+        let code = unsafe { (self.gpu.driver.host_unregister)(at) };
         if code != 0 {
             tracing::warn!(code, "cuMemHostUnregister failed");
         }
@@ -110,22 +120,17 @@ pub(super) struct Board {
     rank: usize,
     /// By rank: where the board is for the host and for GPUs.
     boards: Arc<Vec<(usize, Arc<Registered>)>>,
-    /// Keeps the shared memory mapped. Unregistered before it is unmapped: fields drop in order.
-    shared: Arc<dyn Link>,
+    shared: Arc<HostLink>,
 }
 
 impl Board {
     /// Over the windows of a host link, each at least `map.bytes()` long.
-    pub fn new(gpu: &Arc<Gpu>, shared: Arc<dyn Link>, map: Map, rank: usize) -> Result<Self> {
+    pub fn new(gpu: &Arc<Gpu>, shared: Arc<HostLink>, map: Map, rank: usize) -> Result<Self> {
         const PAGE: usize = 4096;
         let board = |peer: usize| {
-            let Reach::Direct(mapping) = shared.reach(peer) else {
-                let detail = format!("flags of rank {peer} are not mapped");
-                return Err(TransportError::Unsupported { op: OP, detail });
-            };
-            let at = mapping.base.as_ptr();
-            let bytes = map.bytes().next_multiple_of(PAGE);
-            Ok((at as usize, Registered::new(gpu, at, bytes)?))
+            let region = shared.region(peer);
+            let at = region.base().as_ptr() as usize;
+            Ok((at, Registered::new(gpu, region, map.bytes().next_multiple_of(PAGE))?))
         };
         let boards = (0..map.world).map(board).collect::<Result<Vec<_>>>()?;
         Ok(Self { map, rank, boards: Arc::new(boards), shared })

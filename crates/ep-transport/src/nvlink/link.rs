@@ -7,6 +7,7 @@ use std::time::Duration;
 use cudarc::driver::sys::CUstream;
 
 use super::driver::{Gpu, MemOp};
+use super::graveyard::Buried;
 use super::memory::{Mapped, Setup};
 use super::watchdog::Watchdog;
 use super::words::Words;
@@ -29,12 +30,12 @@ pub(super) struct NvlinkLink {
     pub spec: WindowSpec,
     pub gpu: Arc<Gpu>,
     /// By rank.
-    pub windows: Vec<Mapped>,
+    pub windows: Buried<Vec<Mapped>>,
     /// By rank, those that count as ranks of other nodes.
     pub bulk: Vec<bool>,
     pub watchdog: Watchdog,
     /// How streams raise and await flags.
-    pub words: Words,
+    pub words: Buried<Words>,
     /// Where other ranks are on this GPU.
     pub pacing: Option<Pacing>,
     /// Makes the watchdog look at the group's health when there is news.

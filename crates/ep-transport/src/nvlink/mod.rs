@@ -2,6 +2,7 @@
 
 mod board;
 mod driver;
+mod graveyard;
 mod hand;
 mod link;
 mod memory;
@@ -23,6 +24,7 @@ use crate::{
 };
 use board::{Board, Map};
 use driver::{Gpu, OP};
+use graveyard::Buried;
 pub(crate) use hand::Hand;
 use link::{Bell, NvlinkLink};
 use memory::{Allocation, Mapped, Window, refused};
@@ -43,7 +45,8 @@ pub use words::{Handles, Signals};
 /// submitted what it waits for; until then the call waits on the host, for 2 s at most. See
 /// [`Pacing`] for what that cannot cover: graphs, and threads that drive several ranks.
 ///
-/// A link is dropped only when all work that uses its windows or flags has ended.
+/// A link is dropped only when all work that uses its windows or flags has ended. Its memory is given
+/// back soon after, by a thread of its own: that may wait for streams which wait for this rank.
 #[derive(Clone, Debug)]
 pub struct NvlinkTransport {
     ordinal: usize,
@@ -90,6 +93,9 @@ impl NvlinkTransport {
         Ok(nodes.iter().map(|node| *node != nodes[rank]).collect())
     }
 }
+
+/// How long opening waits for memory of links that were dropped before.
+const GIVEN_BACK: std::time::Duration = std::time::Duration::from_millis(500);
 
 /// What each rank tells the others.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -145,6 +151,8 @@ impl Transport for NvlinkTransport {
     fn open(&self, group: &Group, spec: WindowSpec, deadline: Deadline) -> Result<Arc<dyn Link>> {
         spec.agree(group, self.name(), deadline)?;
         let bulk = self.bulk(group.rank(), group.world())?;
+        // What was dropped gives its memory back first, if that is soon.
+        graveyard::settle(GIVEN_BACK);
         let choices = self.signals.or_variable().and_then(|s| Ok((s, self.handles.or_variable()?)));
         let own = choices.and_then(|(signals, handles)| {
             let gpu = Arc::new(Gpu::open(self.ordinal)?);
@@ -202,7 +210,7 @@ fn connect(
     let ring: Arc<dyn Fn() + Send + Sync> = Arc::new(move || shared.ring());
     group.health().watch(Arc::downgrade(&ring));
     let bell: Arc<dyn Bell> = Arc::new(Held(ring));
-    let group = group.clone();
+    let (group, windows, words) = (group.clone(), Buried::new(windows), Buried::new(words));
     Ok(NvlinkLink { group, spec, gpu, windows, bulk, watchdog, words, pacing, _bell: bell })
 }
 
@@ -302,8 +310,8 @@ fn open_board(
     let map = Map::new(spec.flags, group.world());
     let shared = WindowSpec { bytes: map.bytes().next_multiple_of(4096), flags: 1 };
     let link = match threads {
-        true => ThreadTransport::new().open(group, shared, deadline)?,
-        false => ProcessTransport::new().open(group, shared, deadline)?,
+        true => ThreadTransport::new().open_host(group, shared, deadline)?,
+        false => ProcessTransport::new().open_host(group, shared, deadline)?,
     };
     let board = Board::new(gpu, link, map, group.rank());
     together(group, deadline, board.as_ref().err().map(|e| e.to_string()))?;

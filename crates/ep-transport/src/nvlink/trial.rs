@@ -136,7 +136,7 @@ impl NvlinkLink {
         let rank = self.group.rank();
         let mine = word_of(rank);
         if rank < self.spec.bytes / 8 {
-            for window in &self.windows {
+            for window in self.windows.iter() {
                 setup.copy(window.base + 8 * rank as u64, &raw const mine as u64, 8, deadline)?;
             }
         }

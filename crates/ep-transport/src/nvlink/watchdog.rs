@@ -94,6 +94,7 @@ impl Watchdog {
             lock: Mutex::new(()),
             bell: Condvar::new(),
         });
+        super::graveyard::watch(&shared);
         let (of_thread, group) = (shared.clone(), group.clone());
         let thread = std::thread::Builder::new()
             .name("ep-watchdog".into())

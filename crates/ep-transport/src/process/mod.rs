@@ -77,6 +77,18 @@ impl Transport for ProcessTransport {
     }
 
     fn open(&self, group: &Group, spec: WindowSpec, deadline: Deadline) -> Result<Arc<dyn Link>> {
+        Ok(self.open_host(group, spec, deadline)?)
+    }
+}
+
+impl ProcessTransport {
+    /// As `open`, for who needs more of it than a link.
+    pub(crate) fn open_host(
+        &self,
+        group: &Group,
+        spec: WindowSpec,
+        deadline: Deadline,
+    ) -> Result<Arc<HostLink>> {
         spec.agree(group, self.name(), deadline)?;
         self.apart.check(group.world())?;
         let bytes = HostLink::region_bytes(spec, group.world())?;
