@@ -93,7 +93,8 @@ impl DeviceCasts {
         let args = CastArgs { src: numbers.address(), out: codes.address(), ..args };
         // SAFETY: the views' makers promise valid memory in the order of the queue; where it is and
         // how it is aligned was just checked, and the queue's stream is live.
-        Ok(unsafe { self.kernels.quantize(stream, &args)? })
+        let cast = unsafe { self.kernels.quantize(stream, &args) };
+        cast.map_err(EpError::from)
     }
 
     /// Rows of fp8 with their scales to rows of bf16, f16 or f32. NaN is canonical.
@@ -113,7 +114,8 @@ impl DeviceCasts {
             self.check(OP, queue, (numbers, codes), Side::read("scales", &scales))?;
         let args = CastArgs { src: codes.address(), out: numbers.address(), ..args };
         // SAFETY: as in `quantize_fp8`.
-        Ok(unsafe { self.kernels.dequantize(stream, &args)? })
+        let cast = unsafe { self.kernels.dequantize(stream, &args) };
+        cast.map_err(EpError::from)
     }
 
     /// Checks everything; the arguments without source and destination.

@@ -79,8 +79,9 @@ impl<T: Float> Backend for Staged<'_, T> {
         } else {
             let groups = received.handle().offsets().iter().zip(received.handle().counts());
             for (expert, (&first, &count)) in groups.enumerate() {
-                for i in first as usize..(first + count) as usize {
-                    outputs[i] = bytes_of(&self.layer.output_of(expert, row(i)));
+                let rows = first as usize..(first + count) as usize;
+                for (i, output) in outputs.iter_mut().enumerate().take(rows.end).skip(rows.start) {
+                    *output = bytes_of(&self.layer.output_of(expert, row(i)));
                 }
             }
         }
