@@ -131,7 +131,7 @@ fn a_second_layer_takes_what_the_first_one_found() {
     let (without, shipped) = tuned.build(&builder);
     let all = |plans: &[PlanInForce], origin| plans.iter().all(|plan| plan.origin == origin);
     assert!(all(&shipped, PlanOrigin::Shipped));
-    for policy in [SmPolicy::Shared, SmPolicy::Partition { sms: 16 }, SmPolicy::Margin { sms: 16 }]
+    for policy in [SmPolicy::Shared, SmPolicy::Partition { sms: 16 }, SmPolicy::Margin { sms: 24 }]
     {
         (tuned.policy, tuned.mode) = (policy, SEARCH);
         let (searching, found) = tuned.build(&builder);

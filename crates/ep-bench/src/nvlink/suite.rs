@@ -171,7 +171,8 @@ pub fn run(args: &Args, devices: &[Device], report: &mut Report) -> Result<()> {
 /// Says what a row had to reach, and whether it did.
 fn judge(row: &mut Row, item: &Item, job: &Job, limits: &Limits, report: &Report) {
     let operation = if row.bench == "combine" { Operation::Combine } else { Operation::Dispatch };
-    let target = match (item.target, item.call.graph, operation) {
+    // Graphs are asked for with a routing of an earlier call.
+    let target = match (item.target, item.call.graph && !item.call.uncached, operation) {
         (Some(target), ..) => Some(target),
         (None, true, Operation::Combine) => Some(Target::Micros { must: 40.0, goal: 20.0 }),
         (None, true, _) => Some(Target::Micros { must: 45.0, goal: 28.0 }),

@@ -16,6 +16,14 @@ impl Rank<'_> {
         unsafe { self.events.record(self.stream.raw()) }.map_err(cuda)
     }
 
+    /// After a failure, opens the gate: what this rank drops next may wait for streams that wait there.
+    pub fn gate_opened<T>(&self, done: Result<T>) -> Result<T> {
+        if done.is_err() {
+            self.gate.open(i32::MAX as u32);
+        }
+        done
+    }
+
     /// Times what `work` submits, from a start that all ranks have together. `early`: all of it is
     /// submitted before that start.
     ///
@@ -42,11 +50,7 @@ impl Rank<'_> {
             open(self)?;
         }
         let submitted = work(self).and_then(|done| Ok((done, self.record()?)));
-        if submitted.is_err() {
-            // What this rank drops next may wait for its stream, which waits for the gate.
-            self.gate.open(self.round);
-        }
-        let (done, end) = submitted?;
+        let (done, end) = self.gate_opened(submitted)?;
         if early {
             open(self)?;
         }

@@ -61,7 +61,10 @@ pub(super) fn run(args: &Args, case: &Case, devices: &[Device], report: &mut Rep
         eprintln!("{:>5.1} s: {config:?}", start.elapsed().as_secs_f64());
         match layer(&job, &matrices, &config, &points, (&scope, case.seed, number)) {
             Ok(rows) => report.results.extend(rows),
-            Err(error) => failures.push((format!("{config:?}"), error)),
+            Err(error) => {
+                eprintln!("{config:?}: {error}");
+                failures.push((format!("{config:?}"), error));
+            }
         }
         number += points.len();
     }

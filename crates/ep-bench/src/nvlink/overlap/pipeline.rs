@@ -132,6 +132,16 @@ fn one_run(
     sums: &DeviceMemory,
     trace: Option<&Timeline>,
 ) -> Result<f64> {
+    let us = gated_run(seat, launches, sums, trace);
+    seat.rank.gate_opened(us)
+}
+
+fn gated_run(
+    seat: &mut Seat<'_, '_, '_>,
+    launches: usize,
+    sums: &DeviceMemory,
+    trace: Option<&Timeline>,
+) -> Result<f64> {
     let mut pipeline = Pipeline::new(&seat.rank.ep).map_err(refused(seat.rank.rank, "pipeline"))?;
     if let Some(trace) = trace {
         pipeline = pipeline.timeline(trace);
@@ -170,6 +180,11 @@ fn micro_batches<'r>(rank: &'r Rank<'_>, sums: &DeviceMemory) -> Result<Vec<Micr
 
 /// The same work one after the other, on the same SMs.
 fn serial_run(seat: &mut Seat<'_, '_, '_>, launches: usize) -> Result<f64> {
+    let us = gated_serial_run(seat, launches);
+    seat.rank.gate_opened(us)
+}
+
+fn gated_serial_run(seat: &mut Seat<'_, '_, '_>, launches: usize) -> Result<f64> {
     let compute = seat.own_stream().raw();
     // SAFETY: the stream lives as long as the seat; the run is waited for below.
     let queue = unsafe { seat.own_stream().queue() };
@@ -250,6 +265,11 @@ fn experts(
 
 /// One dispatch and one combine at the same time: microseconds of each.
 fn both(rank: &mut Rank<'_>, side: &Stream, other: &Queue) -> Result<(f64, f64)> {
+    let times = gated_both(rank, side, other);
+    rank.gate_opened(times)
+}
+
+fn gated_both(rank: &mut Rank<'_>, side: &Stream, other: &Queue) -> Result<(f64, f64)> {
     let slot = slot_on(rank, other)?;
     rank.round += 1;
     rank.barrier()?;
@@ -272,7 +292,11 @@ fn both(rank: &mut Rank<'_>, side: &Stream, other: &Queue) -> Result<(f64, f64)>
 
 /// A slot to combine from. Taken before the dispatch that runs beside: it follows those before.
 fn slot_on(rank: &Rank<'_>, queue: &Queue) -> Result<Dispatched> {
-    rank.ep.combine_slot(handle(rank)?, queue).map_err(refused(rank.rank, "combine_slot"))
+    let slot = rank.ep.combine_slot(handle(rank)?, queue);
+    let mut slot = slot.map_err(refused(rank.rank, "combine_slot"))?;
+    // Which type its rows have is said here; what they are does not matter.
+    rank.rows_of(&mut slot)?;
+    Ok(slot)
 }
 
 fn handle<'r>(rank: &'r Rank<'_>) -> Result<&'r Handle> {

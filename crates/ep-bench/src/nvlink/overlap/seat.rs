@@ -373,7 +373,8 @@ impl<'r, 'a, 'm> Seat<'r, 'a, 'm> {
 pub fn submit(rank: &mut Rank<'_>, operation: Operation) -> Result<()> {
     match operation {
         Operation::Combine => {
-            let held = rank.slot()?;
+            let mut held = rank.slot()?;
+            rank.rows_of(&mut held)?;
             rank.combine(held)
         }
         _ => {
