@@ -372,6 +372,7 @@ ROWS_LDST(1, 1024)
 ROWS_LDST(2, 1024)
 ROWS_LDST(4, 1024)
 ROWS_LDST(7, 512)
+ROWS_LDST(14, 512)
 #undef ROWS_LDST
 
 // Where there are no bulk copies these kernels are empty; no plan launches them there.

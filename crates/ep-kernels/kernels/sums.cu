@@ -453,6 +453,7 @@ SUMS_LDST(1, 1024)
 SUMS_LDST(2, 1024)
 SUMS_LDST(4, 640)
 SUMS_LDST(7, 384)
+SUMS_LDST(14, 256)
 #undef SUMS_LDST
 
 // Where there are no bulk copies these kernels are empty; no plan launches them there.

@@ -62,6 +62,9 @@ fn every_plan_equals_the_oracle() {
         (CopyPath::LdSt { unroll: 2 }, CopyPath::LdSt { unroll: 2 }, 132, 8),
         (CopyPath::LdSt { unroll: 4 }, CopyPath::LdSt { unroll: 4 }, 2, 16),
         (CopyPath::LdSt { unroll: 7 }, CopyPath::LdSt { unroll: 7 }, 8, 12),
+        (CopyPath::LdSt { unroll: 14 }, CopyPath::LdSt { unroll: 14 }, 16, 8),
+        (tma(2, 7168), tma(6, 3584), 132, 10),
+        (tma(3, 3584), tma(6, 2048), 24, 16),
     ];
     for (i, (rows, sums, blocks, warps)) in (0u64..).zip(plans) {
         let mut tuning = Tuning::default();

@@ -37,12 +37,12 @@ pub struct MovePlan {
 }
 
 /// The unrolls there are kernels for.
-pub const UNROLLS: [u32; 4] = [1, 2, 4, 7];
+pub const UNROLLS: [u32; 5] = [1, 2, 4, 7, 14];
 /// The (vectors, stages) of 512-byte vectors per lane there are summing kernels for.
 pub const SUM_SHAPES: [(u32, u32); 7] = [(2, 4), (4, 6), (7, 3), (7, 4), (7, 6), (14, 2), (14, 3)];
 pub(super) const ROW_STAGES: [u32; 3] = [2, 3, 4];
 /// Threads that a summing kernel with so many vectors in flight may have.
-const SUM_THREADS: [u32; 4] = [1024, 1024, 640, 384];
+const SUM_THREADS: [u32; 5] = [1024, 1024, 640, 384, 256];
 
 /// What a kernel does with rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -88,7 +88,12 @@ impl MovePlan {
         if device.capability < (9, 0) {
             return Self::new(sms, 20, CopyPath::LdSt { unroll: 4 });
         }
-        let (vectors, stages, warps) = if row_bytes <= 1024 { (2, 4, 16) } else { (7, 4, 15) };
+        let (vectors, stages, warps) = match row_bytes {
+            ..=1024 => (2, 4, 16),
+            // Few SMs are limited by what they have in flight, and by what that costs in bookkeeping.
+            _ if sms < 12 => (7, 4, 14),
+            _ => (7, 4, 16),
+        };
         Self::new(sms, warps, CopyPath::Tma { stages, chunk: 512 * vectors })
     }
 
@@ -176,8 +181,8 @@ impl MovePlan {
             (CopyPath::LdSt { unroll }, _) if !UNROLLS.contains(&unroll) => {
                 invalid(OP, format!("unroll {unroll}; there are {UNROLLS:?}"))
             }
-            (CopyPath::LdSt { unroll: 7 }, Mover::Rows) if self.warps > 16 => {
-                invalid(OP, format!("{} warps; with unroll 7 up to 16", self.warps))
+            (CopyPath::LdSt { unroll: 7.. }, Mover::Rows) if self.warps > 16 => {
+                invalid(OP, format!("{} warps; with unroll 7 or more up to 16", self.warps))
             }
             (CopyPath::LdSt { unroll }, Mover::Sums) if 32 * self.warps > most(unroll) => invalid(
                 OP,

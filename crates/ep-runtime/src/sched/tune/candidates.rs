@@ -18,7 +18,7 @@ pub fn rows_plans(row_bytes: u32) -> Vec<(u32, CopyPath)> {
             plans.extend(warps.map(|warps| (warps, CopyPath::Tma { stages, chunk })));
         }
     }
-    for unroll in [2, 4, 7] {
+    for unroll in [2, 4, 7, 14] {
         plans.extend([16, 20, 24, 32].map(|warps| (warps, CopyPath::LdSt { unroll })));
     }
     let mut seen = std::collections::HashSet::new();
