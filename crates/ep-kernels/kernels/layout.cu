@@ -225,6 +225,17 @@ __device__ void layout_place(Params p, const MoeTiles &t) {
     }
 }
 
+// How many rows go to each rank before each piece of this rank's tokens: pieces are the tokens of as many
+// blocks each, so that what a block counted is enough.
+__device__ void layout_pieces(Params p, const MoeTiles &t, bool good) {
+    u32 world = p.shape.world;
+    for (u32 at = threadIdx.x; at < MOE_PIECES * world; at += blockDim.x) {
+        u32 blocks = gridDim.x * (at / world) / MOE_PIECES;
+        u32 rows = good ? tiles_total(t, p.shape.physical + at % world, blocks) : 0;
+        ((u32 *)p.routing.pieces)[at] = rows;
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(512, 1)
     moe_layout_place(const __grid_constant__ MoeLayoutParams p) {
     extern __shared__ __align__(16) u32 shared[];
@@ -245,7 +256,10 @@ extern "C" __global__ void __launch_bounds__(512, 1)
     // The announcement: to the ranks dealt to this block.
     u64 own = ((const u64 *)p.shape.windows)[p.shape.rank];
     for (u32 peer = blockIdx.x; peer < world; peer += gridDim.x) {
-        u64 to = ((const u64 *)p.shape.windows)[peer] + (p.op.mailboxes - own) + p.shape.rank * p.shape.message;
+        u64 window = moe_window(p.shape, peer);
+        // Who is not mapped gets a copy of what this rank tells itself.
+        if (!window) continue;
+        u64 to = window + (p.op.mailboxes - own) + p.shape.rank * p.shape.message;
         u32 *counts = (u32 *)(to + sizeof(MoeHeader));
         for (u32 c = threadIdx.x; c < columns; c += blockDim.x)
             counts[c] = good ? tiles_total(t, c, gridDim.x) : 0;
@@ -257,6 +271,7 @@ extern "C" __global__ void __launch_bounds__(512, 1)
             if (c < experts) ((u32 *)p.routing.expert_counts)[c] = total;
             else ((u32 *)p.routing.rank_counts)[c - experts] = total;
         }
+        if (p.shape.far) layout_pieces(p, t, good);
         moe_awaits(p.shape, p.op, MOE_POSTED, sequence);
     }
     if (!good) return;

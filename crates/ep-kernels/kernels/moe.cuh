@@ -14,13 +14,13 @@ struct MoeShape {
     u64 windows, rank_of, base, replica_offsets, replicas, poisoned;
     u64 message, slots_at, slot_bytes, expert_region;
     u32 rank, world, topk, fan_out, physical, experts, local_experts, slots;
-    u32 max_rows, max_expert_rows;
+    u32 max_rows, max_expert_rows, far, reserved;
 };
 
 struct MoeRouting {
     u64 header, physical, expert_index, order, weights, dest_rank, dest_index;
     u64 rank_counts, expert_counts, sent_base, expert_base, expert_offsets, counts, offsets;
-    u64 received, positions, choices, row_weights;
+    u64 received, positions, choices, row_weights, staged, pieces;
     u32 tokens, reserved;
 };
 
@@ -51,7 +51,7 @@ struct MoeOutFormat {
 };
 
 struct MoeOp {
-    u64 lane, mailboxes, report, ticket, awaited, lane_index;
+    u64 lane, mailboxes, report, ticket, awaited, lane_index, send, receive;
 };
 
 EP_CHECK_SIZE(MoeHeader);
@@ -87,6 +87,8 @@ EP_CHECK_FIELD(MoeShape, local_experts);
 EP_CHECK_FIELD(MoeShape, slots);
 EP_CHECK_FIELD(MoeShape, max_rows);
 EP_CHECK_FIELD(MoeShape, max_expert_rows);
+EP_CHECK_FIELD(MoeShape, far);
+EP_CHECK_FIELD(MoeShape, reserved);
 EP_CHECK_SIZE(MoeRouting);
 EP_CHECK_FIELD(MoeRouting, header);
 EP_CHECK_FIELD(MoeRouting, physical);
@@ -106,6 +108,8 @@ EP_CHECK_FIELD(MoeRouting, received);
 EP_CHECK_FIELD(MoeRouting, positions);
 EP_CHECK_FIELD(MoeRouting, choices);
 EP_CHECK_FIELD(MoeRouting, row_weights);
+EP_CHECK_FIELD(MoeRouting, staged);
+EP_CHECK_FIELD(MoeRouting, pieces);
 EP_CHECK_FIELD(MoeRouting, tokens);
 EP_CHECK_FIELD(MoeRouting, reserved);
 EP_CHECK_SIZE(MoeHandleHeader);
@@ -155,6 +159,11 @@ EP_CHECK_FIELD(MoeOp, report);
 EP_CHECK_FIELD(MoeOp, ticket);
 EP_CHECK_FIELD(MoeOp, awaited);
 EP_CHECK_FIELD(MoeOp, lane_index);
+EP_CHECK_FIELD(MoeOp, send);
+EP_CHECK_FIELD(MoeOp, receive);
+
+// Pieces of a rank's tokens, after each of which it is known how many rows are for each rank.
+#define MOE_PIECES 16
 
 #define MOE_OK 0
 #define MOE_DISAGREE 1
@@ -174,10 +183,12 @@ __device__ inline const MoeHeader *moe_mailbox(const MoeShape &shape, const MoeO
     return (const MoeHeader *)(op.mailboxes + (u64)source * shape.message);
 }
 
+// The window of `rank`, 0 if it is not mapped here: what goes there is staged in this rank's own window.
+__device__ inline u64 moe_window(const MoeShape &shape, u32 rank) { return ((const u64 *)shape.windows)[rank]; }
+
 // The address of the rank-major rows of the slot that `rank` announced for this operation.
 __device__ inline u64 moe_rank_rows(const MoeShape &shape, const MoeOp &op, u32 rank) {
-    u64 window = ((const u64 *)shape.windows)[rank];
-    return window + shape.slots_at + (u64)moe_mailbox(shape, op, rank)->slot * shape.slot_bytes;
+    return moe_window(shape, rank) + shape.slots_at + (u64)moe_mailbox(shape, op, rank)->slot * shape.slot_bytes;
 }
 
 __device__ inline u64 moe_expert_rows(const MoeShape &shape, const MoeOp &op, u32 rank) {
@@ -214,10 +225,11 @@ __device__ inline void moe_awaits(const MoeShape &shape, const MoeOp &op, u32 ph
 }
 
 // Tells the host of the verdict. One block calls it, all its threads. On a bad verdict the host gets
-// the announcements, behind the report, from which it derives the error.
+// the announcements, behind the report, from which it derives the error; where ranks are not mapped it
+// always does, since it has to know their slots.
 __device__ inline void moe_report(const MoeShape &shape, const MoeOp &op, MoeReport report) {
     MoeReport *to = (MoeReport *)op.report;
-    if (report.verdict == MOE_DISAGREE) {
+    if (report.verdict == MOE_DISAGREE || shape.far) {
         MoeHeader *headers = (MoeHeader *)(to + 1);
         for (u32 source = threadIdx.x; source < shape.world; source += blockDim.x)
             headers[source] = *moe_mailbox(shape, op, source);

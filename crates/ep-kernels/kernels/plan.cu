@@ -7,6 +7,11 @@ struct MoeAnnounceParams {
     u64 handle;
 };
 
+struct MoeJudgeParams {
+    MoeShape shape;
+    MoeOp op;
+};
+
 struct MoePlanParams {
     MoeShape shape;
     MoeRouting routing;
@@ -29,6 +34,9 @@ EP_CHECK_FIELD(MoeAnnounceParams, shape);
 EP_CHECK_FIELD(MoeAnnounceParams, op);
 EP_CHECK_FIELD(MoeAnnounceParams, header);
 EP_CHECK_FIELD(MoeAnnounceParams, handle);
+EP_CHECK_SIZE(MoeJudgeParams);
+EP_CHECK_FIELD(MoeJudgeParams, shape);
+EP_CHECK_FIELD(MoeJudgeParams, op);
 EP_CHECK_SIZE(MoePlanParams);
 EP_CHECK_FIELD(MoePlanParams, shape);
 EP_CHECK_FIELD(MoePlanParams, routing);
@@ -60,12 +68,21 @@ extern "C" __global__ void __launch_bounds__(1024, 1)
     }
     u64 own = ((const u64 *)p.shape.windows)[p.shape.rank];
     for (u32 peer = threadIdx.x; peer < p.shape.world; peer += blockDim.x) {
-        u64 window = ((const u64 *)p.shape.windows)[peer];
+        u64 window = moe_window(p.shape, peer);
+        // Who is not mapped gets a copy of what this rank tells itself.
+        if (!window) continue;
         *(MoeHeader *)(window + (p.op.mailboxes - own) + p.shape.rank * p.shape.message) = header;
     }
     moe_awaits(p.shape, p.op, MOE_POSTED, header.sequence);
     __syncthreads();
     if (threadIdx.x == 0) lane->sequence = header.sequence;
+}
+
+// One block. The verdict on an operation that is not planned, for a host that has to know it before
+// it sends to ranks that are not mapped.
+extern "C" __global__ void __launch_bounds__(1024, 1)
+    moe_judge(const __grid_constant__ MoeJudgeParams p) {
+    if (moe_goes_on(p.shape, p.op, false)) moe_verdict(p.shape, p.op, MOE_OK);
 }
 
 typedef const MoePlanParams &Params;
@@ -154,6 +171,48 @@ __device__ void plan_offsets(Params p, const u64 *experts, u64 *rows) {
     __syncthreads();
 }
 
+// The sum of the first `count` numbers at `at`.
+__device__ inline u32 plan_before(const u32 *at, u32 count) {
+    u32 sum = 0;
+    for (u32 i = 0; i < count; i++) sum += at[i];
+    return sum;
+}
+
+// Where rows for and from ranks that are not mapped are staged: a block per rank or, where experts' rows
+// come home, per expert, in ascending order. All ranks and experts count, mapped or not.
+__device__ void plan_staged(Params p) {
+    const u32 *ranks = (const u32 *)p.routing.rank_counts, *experts = (const u32 *)p.routing.expert_counts;
+    for (u32 r = threadIdx.x; r < p.shape.world; r += blockDim.x)
+        ((u32 *)p.routing.staged)[r] = plan_before(ranks, r);
+    for (u32 e = threadIdx.x; p.alignment && e < p.shape.physical; e += blockDim.x) {
+        if (moe_window(p.shape, ((const u32 *)p.shape.rank_of)[e])) continue;
+        ((u32 *)p.routing.expert_offsets)[e] = plan_before(experts, e);
+        ((u32 *)p.routing.expert_base)[e] = 0;
+    }
+}
+
+// What the host has to know to send to ranks that are not mapped, and to receive from them. By rank: where
+// this rank's rows start there; where its rows start in that rank's staging when they go home, one per
+// token, and one per expert; how many rows it sent for each expert here. Then how many rows this rank has
+// for each expert, and for each rank before each piece of its tokens.
+__device__ void plan_far_summary(Params p, int *to) {
+    u32 world = p.shape.world, physical = p.shape.physical, local = p.shape.local_experts;
+    u32 first = ((const u32 *)p.shape.base)[p.shape.rank];
+    for (u32 r = threadIdx.x; r < world; r += blockDim.x) {
+        const u32 *counts = (const u32 *)(moe_mailbox(p.shape, p.op, r) + 1);
+        to[r] = ((const int *)p.routing.sent_base)[r];
+        to[world + r] = plan_before(counts + physical, p.shape.rank);
+        to[2 * world + r] = plan_before(counts, first);
+    }
+    to += 3 * world;
+    for (u32 at = threadIdx.x; at < world * local; at += blockDim.x)
+        to[at] = ((const int *)(moe_mailbox(p.shape, p.op, at / local) + 1))[first + at % local];
+    to += world * local;
+    for (u32 e = threadIdx.x; e < physical; e += blockDim.x) to[e] = ((const int *)p.routing.expert_counts)[e];
+    to += physical;
+    for (u32 at = threadIdx.x; at < MOE_PIECES * world; at += blockDim.x) to[at] = ((const int *)p.routing.pieces)[at];
+}
+
 __device__ void plan_summary(Params p, u32 rows, u32 expert_rows) {
     int *to = (int *)p.summary;
     u32 experts = p.shape.local_experts, world = p.shape.world;
@@ -170,6 +229,7 @@ __device__ void plan_summary(Params p, u32 rows, u32 expert_rows) {
         to[r] = ((const int *)p.routing.received)[r];
         to[world + r] = ((const int *)p.routing.rank_counts)[r];
     }
+    if (p.shape.far) plan_far_summary(p, to + 2 * world);
 }
 
 // One block. The verdict on an uncached dispatch, and every row's place.
@@ -203,6 +263,7 @@ extern "C" __global__ void __launch_bounds__(1024, 1) moe_plan(const __grid_cons
     bool good = report.verdict == MOE_OK;
     u32 rows = good ? (u32)ranks[p.shape.rank] : 0;
     u32 expert_rows = good && p.alignment ? (u32)padded[p.shape.rank] : 0;
+    if (good && p.shape.far) plan_staged(p);
     if (good) plan_summary(p, rows, expert_rows);
     if (threadIdx.x == 0) {
         MoeLane *lane = (MoeLane *)p.op.lane;

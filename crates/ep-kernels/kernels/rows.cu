@@ -1,5 +1,6 @@
 // Dispatch and expand: every row is read once and written to all its places. Dispatch: from a
-// token's payload to one row at each of its ranks. Expand: from a received row to the rows of its
+// token's payload to one row at each of its ranks; rows for ranks that are not mapped here are packed, a
+// block per rank, in this rank's own staging. Expand: from a received row to the rows of its
 // local experts, all on this rank.
 //
 // A warp moves one piece of a row at a time; no warp waits for another. Published by the kernel's
@@ -12,7 +13,7 @@ struct MoeRowsParams {
     MoeRowFormat row;
     MoeExpertFormat expert;
     u64 payload, payload_stride, scales, scales_stride;
-    u32 check, chunk, pieces, reserved;
+    u32 check, chunk, pieces, first;
 };
 
 EP_CHECK_SIZE(MoeRowsParams);
@@ -28,7 +29,7 @@ EP_CHECK_FIELD(MoeRowsParams, scales_stride);
 EP_CHECK_FIELD(MoeRowsParams, check);
 EP_CHECK_FIELD(MoeRowsParams, chunk);
 EP_CHECK_FIELD(MoeRowsParams, pieces);
-EP_CHECK_FIELD(MoeRowsParams, reserved);
+EP_CHECK_FIELD(MoeRowsParams, first);
 
 typedef const MoeRowsParams &Params;
 
@@ -39,6 +40,8 @@ __device__ bool rows_may_move(Params p) {
     bool bad = ((const MoeHandleHeader *)p.routing.header)->status != 0;
     if (EXPAND) return !__syncthreads_or(bad || ((const MoeLane *)p.op.lane)->refused != 0);
     if (p.check) return moe_goes_on(p.shape, p.op, bad);
+    // Where the host had to know, a kernel before this one has judged.
+    if (p.shape.far) bad |= ((const MoeLane *)p.op.lane)->refused != 0;
     if (blockIdx.x == 0) moe_awaits(p.shape, p.op, MOE_ROWS, ((const MoeLane *)p.op.lane)->sequence);
     return !__syncthreads_or(bad);
 }
@@ -49,16 +52,18 @@ __device__ void rows_report(Params p) {
     if (!EXPAND && p.check) moe_verdict(p.shape, p.op, MOE_OK);
 }
 
-// For dispatch, where this rank's rows start at each rank, then each rank's first expert and how many
-// it has. The barrier of `rows_may_move` follows.
+// For dispatch, where this rank's rows start at each rank, or in staging for one that is not mapped; then
+// each rank's first expert and how many it has. The barrier of `rows_may_move` follows.
 template <bool EXPAND>
 __device__ void rows_fill_table(Params p, u64 *table) {
     if (!EXPAND) {
         u32 *experts = (u32 *)(table + p.shape.world);
         const u32 *base = (const u32 *)p.shape.base;
         for (u32 r = threadIdx.x; r < p.shape.world; r += blockDim.x) {
-            table[r] = moe_rank_rows(p.shape, p.op, r) +
-                       (u64)((const u32 *)p.routing.sent_base)[r] * p.row.stride;
+            bool mapped = moe_window(p.shape, r) != 0;
+            u64 rows = mapped ? moe_rank_rows(p.shape, p.op, r) : p.op.send;
+            u32 before = ((const u32 *)(mapped ? p.routing.sent_base : p.routing.staged))[r];
+            table[r] = rows + (u64)before * p.row.stride;
             experts[2 * r] = base[r];
             experts[2 * r + 1] = base[r + 1] - base[r];
         }
@@ -136,7 +141,7 @@ __device__ inline void rows_write_record(Params p, u32 token, int rank, u64 to) 
                 value = ids ? (mine ? local : 0xffffffffu) : (mine ? weights[k] : 0);
             }
         } else if (at == p.row.source_at) {
-            value = token;
+            value = p.first + token;
         } else if (at == p.row.source_at + 4) {
             value = p.shape.rank;
         }
@@ -220,7 +225,7 @@ __device__ void rows_write_rest(Params p, const u64 *table, const Rest &rest, u3
         *(u32 *)(to + p.row.ids_at + 4 * lane) = lane < p.shape.topk ? (mine ? local : 0xffffffffu) : 0;
         *(u32 *)(to + p.row.weights_at + 4 * lane) = mine ? weight : 0;
     }
-    if (lane == 0) ep_store(to + p.row.source_at, EpQuad{row, p.shape.rank, 0, 0});
+    if (lane == 0) ep_store(to + p.row.source_at, EpQuad{p.first + row, p.shape.rank, 0, 0});
 }
 
 // Fills the rows between the experts' last rows and the next multiple of the alignment.

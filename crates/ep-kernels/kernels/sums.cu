@@ -73,17 +73,21 @@ __device__ inline void sums_report(Params p) {
     if (p.check) moe_verdict(p.shape, p.op, MOE_OK);
 }
 
-// Where the rows of each rank start. The barrier of `sums_may_run` follows.
+// Where the rows of each rank start; those of a rank that is not mapped were put into this rank's staging.
+// The barrier of `sums_may_run` follows.
 __device__ void sums_fill_table(Params p, u64 *table) {
     if (p.mode == LOCAL) {
         u64 own = ((const u64 *)p.shape.windows)[p.shape.rank] + p.shape.slots_at + p.slot * p.shape.slot_bytes;
         if (threadIdx.x == 0) table[0] = own + p.shape.expert_region;
         if (threadIdx.x == 0) table[1] = own;
     } else {
-        for (u32 r = threadIdx.x; r < p.shape.world; r += blockDim.x)
-            table[r] = p.mode == PER_RANK ? moe_rank_rows(p.shape, p.op, r) +
-                                                (u64)((const u32 *)p.routing.sent_base)[r] * p.from.stride
-                                          : moe_expert_rows(p.shape, p.op, r);
+        for (u32 r = threadIdx.x; r < p.shape.world; r += blockDim.x) {
+            bool mapped = moe_window(p.shape, r) != 0, per_rank = p.mode == PER_RANK;
+            u32 before = per_rank ? ((const u32 *)(mapped ? p.routing.sent_base : p.routing.staged))[r] : 0;
+            u64 rows = !mapped ? p.op.receive
+                       : per_rank ? moe_rank_rows(p.shape, p.op, r) : moe_expert_rows(p.shape, p.op, r);
+            table[r] = rows + (u64)before * p.from.stride;
+        }
     }
 }
 

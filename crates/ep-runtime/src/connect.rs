@@ -3,7 +3,8 @@
 use std::sync::Arc;
 
 use ep_transport::{
-    Deadline, Group, Link, ProcessTransport, ThreadTransport, Transport, TransportError, WindowSpec,
+    Deadline, Group, Link, ProcessTransport, Reach, ThreadTransport, Transport, TransportError,
+    WindowSpec,
 };
 
 use crate::Result;
@@ -34,13 +35,11 @@ pub(crate) fn check_link(
                     "the window of rank {peer} is {got} bytes of {need}, or not aligned"
                 ));
             }
-            None if on_gpu => {
-                problem = Some(format!(
-                    "rank {peer} is not mapped; on GPUs all ranks have to be, so far"
-                ));
-            }
             None if !staging => {
                 problem = Some(format!("rank {peer} is not mapped, against maps_all_peers()"));
+            }
+            None if !on_gpu && matches!(link.reach(peer), Reach::Paired) => {
+                problem = Some(format!("rank {peer} only exchanges, which is for rows on GPUs"));
             }
             _ => {}
         }

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use ep_kernels::KernelError;
 use ep_transport::{
-    Deadline, Group, Link, Mapping, Memory, Queue, Transport, TransportError, WindowSpec,
+    Deadline, Group, Link, Mapping, Memory, Queue, Reach, Transport, TransportError, WindowSpec,
 };
 
 use crate::config::Config;
@@ -147,7 +147,12 @@ impl EpBuilder {
         let mut plan = Plan::new(&resolved, self.needs_staging())?;
         #[cfg(feature = "cuda")]
         if let Place::Cuda(_) = self.place {
-            let sizes = crate::gpu::Sizes::new(&resolved, self.handles, self.sms.blocks());
+            let sizes = crate::gpu::Sizes::new(
+                &resolved,
+                self.handles,
+                self.sms.blocks(),
+                self.needs_staging(),
+            );
             (plan.device_bytes, plan.pinned_bytes) = (sizes.device, sizes.pinned);
         }
         Ok(plan)
@@ -275,10 +280,14 @@ pub(crate) struct Inner {
     pub lanes: Vec<Lane>,
     pub handles: HandlePool,
     pub id: u64,
-    /// All ranks but this one; then those that are mapped and those that are not.
+    /// All ranks but this one, those last that share hardware with it; then those that are mapped, those that are put to, and those that
+    /// rows are exchanged with.
     pub peers: Vec<usize>,
     pub direct: Vec<usize>,
     pub bulk: Vec<usize>,
+    pub paired: Vec<usize>,
+    /// All that raise flags: those that are mapped or put to.
+    pub flagged: Vec<usize>,
     /// Every rank's window where it is mapped, this rank's own included.
     pub reach: Vec<Option<Mapping>>,
     pub across: Across,
@@ -310,11 +319,14 @@ impl Inner {
         timeout: Duration,
     ) -> Self {
         let rank = group.rank();
-        let peers: Vec<usize> = (0..shape.world).filter(|&r| r != rank).collect();
+        let mut peers: Vec<usize> = (0..shape.world).filter(|&r| r != rank).collect();
+        peers.sort_by_key(|&peer| link.is_beside(peer));
         let own = link.window();
         let mut reach: Vec<_> = (0..shape.world).map(|r| mapped(link.reach(r))).collect();
         reach[rank] = Some(own);
-        let (direct, bulk) = peers.iter().partition(|&&p| reach[p].is_some());
+        let pairs = |peer: usize| matches!(link.reach(peer), Reach::Paired);
+        let (paired, flagged): (Vec<_>, Vec<_>) = peers.iter().partition(|&&p| pairs(p));
+        let (direct, bulk) = flagged.iter().partition::<Vec<usize>, _>(|&&p| reach[p].is_some());
         let id = NEXT_ID.fetch_add(1, Ordering::Relaxed);
         Self {
             slots: Slots::new(shape.slots),
@@ -324,6 +336,8 @@ impl Inner {
             peers,
             direct,
             bulk,
+            paired,
+            flagged,
             reach,
             across,
             place: link.memory(),

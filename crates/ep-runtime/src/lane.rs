@@ -281,7 +281,7 @@ impl Inner {
     /// These peers.
     pub fn owing(&self, owing: Owing) -> &[usize] {
         match owing {
-            Owing::All => &self.peers,
+            Owing::All => &self.flagged,
             Owing::Direct => &self.direct,
         }
     }

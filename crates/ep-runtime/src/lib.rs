@@ -96,12 +96,15 @@ pub mod cast {
     #[cfg(feature = "cuda")]
     pub use crate::casts::DeviceCasts;
 }
+/// The transport between hosts by NCCL, for rows on GPUs.
+#[cfg(feature = "nccl")]
+pub use ep_transport::NcclTransport;
 /// The transport between hosts.
 #[cfg(feature = "rdma")]
 pub use ep_transport::RdmaTransport;
 pub use ep_transport::{
     AllGather, Deadline, ErrorKind, Fault, Group, Health, Link, Mapping, Memory, ProcessTransport,
-    Put, Queue, Reach, Rendezvous, ThreadTransport, Transport, TransportError, WindowSpec,
+    Put, Queue, Reach, Receive, Rendezvous, ThreadTransport, Transport, TransportError, WindowSpec,
 };
 pub use error::EpError;
 pub use event::Event;

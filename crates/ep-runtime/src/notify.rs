@@ -24,17 +24,24 @@ use crate::{EpError, Result};
 pub(crate) enum Phase {
     Posted,
     Done,
+    /// On GPUs where ranks are not mapped: the source has sent what goes home. All raise it, also
+    /// those that are mapped, so that every wait is for all.
+    #[cfg(feature = "cuda")]
+    Sent,
 }
 
 impl Phase {
     pub fn flag(self, lane: usize) -> u32 {
-        (lane * 2) as u32 + self as u32
+        (lane * PHASES) as u32 + self as u32
     }
 }
 
+/// Flags of a lane, whatever this crate is built with: ranks have to agree.
+const PHASES: usize = 3;
+
 /// How many flags `lanes` lanes take per source.
 pub(crate) fn flags(lanes: usize) -> u32 {
-    (lanes * 2) as u32
+    (lanes * PHASES) as u32
 }
 
 /// The fixed part of an announcement. The counts of an uncached dispatch follow it: one u32 per

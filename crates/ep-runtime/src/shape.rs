@@ -333,8 +333,9 @@ impl Resolved {
             Some(_) => mul(mul(self.max_tokens, self.topk)?, self.strides.expert)?,
             None => 0,
         };
+        // Some room tells that ranks may not be mapped.
         let (send, receive) =
-            if bulk { (pages(home)?, pages(home.max(home_experts))?) } else { (0, 0) };
+            if bulk { (pages(home.max(1))?, pages(home.max(home_experts))?) } else { (0, 0) };
         let forward = pages(mul(self.max_forward_rows, self.strides.rank)?)?;
         let mut window = Window {
             message,
@@ -396,6 +397,12 @@ impl Window {
     #[cfg(feature = "cuda")]
     pub fn slot_bytes(&self) -> usize {
         self.slot
+    }
+
+    /// Whether there is room for rows of ranks that are not mapped.
+    #[cfg(feature = "cuda")]
+    pub fn has_staging(&self) -> bool {
+        self.send > 0
     }
 
     /// A slot's rank-major rows.

@@ -60,6 +60,11 @@ pub unsafe trait ForwardLink: Debug + Send + Sync {
         self.inner().stream_side()
     }
 
+    /// [`Link::is_beside`].
+    fn is_beside(&self, peer: usize) -> bool {
+        self.inner().is_beside(peer)
+    }
+
     /// [`Link::reach`].
     fn reach(&self, peer: usize) -> Reach {
         self.inner().reach(peer)
@@ -123,6 +128,10 @@ unsafe impl<F: ForwardLink> Link for F {
     #[cfg(feature = "cuda")]
     fn stream_side(&self) -> Option<StreamSide> {
         ForwardLink::stream_side(self)
+    }
+
+    fn is_beside(&self, peer: usize) -> bool {
+        ForwardLink::is_beside(self, peer)
     }
 
     fn reach(&self, peer: usize) -> Reach {

@@ -55,6 +55,8 @@ pub use host_link::{HostLink, Region};
 pub use link::{Link, Mapping, Memory, Put, Reach, Receive, Transport, WindowSpec};
 #[cfg(feature = "cuda")]
 pub use link::{Meeting, StreamSide};
+#[cfg(all(feature = "nccl", not(loom)))]
+pub use nvlink::NcclTransport;
 #[cfg(all(feature = "cuda", not(loom)))]
 pub use nvlink::{Handles as NvlinkHandles, NvlinkTransport, Signals as NvlinkSignals};
 #[cfg(all(feature = "cuda", not(loom)))]

@@ -203,6 +203,14 @@ pub unsafe trait Link: Debug + Send + Sync {
         None
     }
 
+    /// Whether a wait of `peer` on a stream may hold up what this rank submits after it, since both
+    /// share hardware: whoever tells several peers of the same tells such ones last, so that none of
+    /// them waits ahead of what the others are told.
+    fn is_beside(&self, peer: usize) -> bool {
+        let _ = peer;
+        false
+    }
+
     /// How `peer`'s window is reached; for this rank itself, its own window.
     fn reach(&self, peer: usize) -> Reach;
 

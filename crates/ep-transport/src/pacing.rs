@@ -12,8 +12,11 @@
 //! submitted it, `q`'s host stands at a call before `i`, and of such hosts the one that is least far
 //! waits for nobody: all others have submitted what it needs. So it is submitted, and is behind the
 //! head of `q`'s queue, a wait of call `i' >= i` of a rank `r` beside `q`. `r` made call `i` before
-//! or now, and for that it waited until `q` had submitted the signal of `j`: so that signal is ahead
+//! or now, and for that it waited until `q` had submitted the signal of `j`, to `r` as the last of
+//! all, for which callers tell ranks on this GPU last ([`Link::is_beside`]): so that signal is ahead
 //! of the head, not behind it. Peers on other GPUs are not waited for, since no queue holds both.
+//! This takes waits that are for all ranks at once: with a wait for some of them `r` would not know of
+//! the signals that `q` submits to the others.
 //!
 //! # What is left out
 //! * A thread that drives several ranks cannot wait for itself, so it is not made to: a wait does

@@ -19,7 +19,7 @@ use crate::shape::{Resolved, Window};
 use crate::{Ep, EpError, Result};
 
 use super::machine::{Driven, Machine};
-use super::memory::{HandleSizes, Handles};
+use super::memory::{Counted, HandleSizes, Handles};
 use super::report::REPORTS;
 use super::{Gpu, GpuLane, Plans, SlotStates, Tuning};
 
@@ -152,7 +152,8 @@ pub(crate) struct Sizes {
 }
 
 impl Sizes {
-    pub fn new(shape: &Resolved, handles: usize, sms: u32) -> Self {
+    /// `staging`: ranks may not be mapped.
+    pub fn new(shape: &Resolved, handles: usize, sms: u32, staging: bool) -> Self {
         let placement = &shape.placement;
         let local = (0..shape.world).map(|r| placement.local_experts(r)).max().unwrap_or(0);
         let up = |bytes: usize| bytes.next_multiple_of(ALIGN);
@@ -170,7 +171,7 @@ impl Sizes {
         let scratch = up(layout_scratch_bytes(&probe, tokens, sms));
         let lane = up(size_of::<MoeLane>()) + scratch;
         let handles_at = lanes_at + shape.lanes * lane;
-        let handle = HandleSizes::new(shape, local);
+        let handle = HandleSizes::new(shape, counted(shape, local, staging));
         let report = size_of::<MoeReport>() + shape.world * size_of::<MoeHeader>();
         let summaries_at = shape.lanes * REPORTS * report;
         Self {
@@ -212,6 +213,7 @@ pub(super) struct Parts<'a> {
     pub machine: Box<dyn Machine>,
     /// One per lane, kept by the machine.
     pub streams: Vec<CUstream>,
+    pub far: FarParts,
     pub sizes: Sizes,
     /// Addresses of device memory and of page-locked memory, as large as `sizes` says.
     pub memory: (u64, u64),
@@ -223,6 +225,21 @@ pub(super) struct Parts<'a> {
     pub shape: &'a Resolved,
     pub window: &'a Window,
 }
+
+/// What a layer has for ranks that are not mapped.
+#[derive(Debug)]
+pub(super) struct FarParts {
+    /// How many they are.
+    pub ranks: usize,
+    /// One stream per lane, if there are some, kept by the machine.
+    pub carriers: Vec<CUstream>,
+    /// Payloads of so many bytes are sent in parts.
+    pub in_parts_from: usize,
+}
+
+/// What a block must have to be worth a launch and a transfer of its own: at a link's 400 GB/s a part
+/// of it takes some 5 us, which a launch takes too.
+const FAR: FarParts = FarParts { ranks: 0, carriers: Vec::new(), in_parts_from: 8 << 20 };
 
 impl Sizes {
     /// Where the tables are in device memory: windows, owners, first experts, first replicas,
@@ -262,7 +279,7 @@ impl Gpu {
         let side = link
             .stream_side()
             .ok_or_else(|| unfit("the transport cannot signal and wait on streams".into()))?;
-        let sizes = Sizes::new(shape, handles, sms);
+        let sizes = Sizes::new(shape, handles, sms, window.has_staging());
         let (_, greatest) = device.priorities()?;
         // What the host waits for is no part of communication, so not of its partition.
         let copies = device.stream(greatest)?;
@@ -274,20 +291,28 @@ impl Gpu {
             memory.upload(&copies, sizes.lane_at(lane), &[fresh], SETUP)?;
             reserved.stream(greatest)
         };
-        let streams = (0..sizes.lanes).map(lane).collect::<Result<Vec<_>, _>>()?;
+        let mut streams = (0..sizes.lanes).map(lane).collect::<Result<Vec<_>, _>>()?;
+        let far = windows.iter().filter(|&&window| window == 0).count();
+        let carriers = if far > 0 { sizes.lanes } else { 0 };
+        let carriers: Vec<_> =
+            (0..carriers).map(|_| reserved.stream(greatest)).collect::<Result<_, _>>()?;
         // A partition loads kernels for itself; behind a pending wait that might never end.
         if let Some(stream) = streams.first() {
             layout.prepare(stream)?;
             moves.prepare(stream)?;
         }
-        let raw = streams.iter().map(Stream::raw).collect();
+        let raw = |streams: &[Stream]| streams.iter().map(Stream::raw).collect();
+        let (lanes, far) =
+            (raw(&streams), FarParts { ranks: far, carriers: raw(&carriers), ..FAR });
+        streams.extend(carriers);
         let addresses = (memory.address(), pinned.device_address());
         let events = EventPool::new(&device, EVENTS, false)?;
         let (memory, pinned) = (Some(memory), Some(pinned));
         let machine = Driven { device, layout, moves, events, streams, copies, memory, pinned };
         Ok(Self::of(Parts {
             machine: Box::new(machine),
-            streams: raw,
+            streams: lanes,
+            far,
             sizes,
             memory: addresses,
             side,
@@ -301,16 +326,20 @@ impl Gpu {
 
     /// A layer over memory that has been taken and filled.
     pub(super) fn of(parts: Parts<'_>) -> Self {
-        let Parts { machine, streams, sizes, side, shape, window, .. } = parts;
+        let Parts { machine, streams, far, sizes, side, shape, window, .. } = parts;
         let (base, reports) = parts.memory;
         let ordinal = machine.properties().ordinal;
         let (id, rank) = parts.me;
         let tables = sizes.tables_at().map(|at| base + at as u64);
         let lane = |(lane, stream): (usize, CUstream)| {
             let state = base + sizes.lane_at(lane) as u64;
+            // SAFETY: the machine keeps the streams, and lives as long as the queues are used.
+            let queue =
+                |stream: CUstream| unsafe { Queue::from_raw(stream.cast::<c_void>(), ordinal) };
             GpuLane {
-                // SAFETY: the machine keeps the stream, and lives as long as the queue is used.
-                queue: unsafe { Queue::from_raw(stream.cast::<c_void>(), ordinal) },
+                queue: queue(stream),
+                carrier: far.carriers.get(lane).map(|&carrier| queue(carrier)),
+                blocks: Mutex::default(),
                 state,
                 scratch: state + (sizes.lane - sizes.scratch) as u64,
                 reports: reports + (lane * REPORTS * sizes.report) as u64,
@@ -322,7 +351,7 @@ impl Gpu {
             (id, rank),
             &sizes.handle,
             (base + sizes.handles_at as u64, reports + sizes.summaries_at as u64),
-            (shape.placement.local_experts(rank), shape.world),
+            counted(shape, shape.placement.local_experts(rank), window.has_staging()),
         );
         let slots = SlotStates {
             free_at: (0..shape.slots).map(|_| None).collect(),
@@ -330,7 +359,11 @@ impl Gpu {
         };
         Self {
             ordinal,
-            shape: with_addresses(moe_shape(shape, rank), tables, side.poisoned, window),
+            shape: MoeShape {
+                far: far.ranks as u32,
+                ..with_addresses(moe_shape(shape, rank), tables, side.poisoned, window)
+            },
+            in_parts_from: far.in_parts_from,
             plans: Mutex::new(Plans { given: parts.tuning, ..Plans::default() }),
             sms: parts.sms,
             lanes: streams.into_iter().enumerate().map(lane).collect(),
@@ -341,6 +374,11 @@ impl Gpu {
             machine,
         }
     }
+}
+
+/// What a handle tells the host, on a rank of so many experts.
+fn counted(shape: &Resolved, experts: usize, far: bool) -> Counted {
+    Counted { experts, ranks: shape.world, physical: shape.placement.physical(), far }
 }
 
 fn with_addresses(

@@ -37,6 +37,8 @@ pub(crate) struct Folding {
     turn: Turn,
     /// The caller's, for when sums are given up.
     queue: Queue,
+    /// The bad verdict, where the host has to know it.
+    refused: Option<EpError>,
 }
 
 impl Folding {
@@ -119,13 +121,16 @@ impl Folding {
             ..Header::default()
         };
         gpu.announce(&ep, &turn, header, memory.header())?;
+        // Where ranks are not mapped, steps come between the flags.
+        let whole = whole && !gpu.is_far();
         if !whole {
-            gpu.signal(&ep, &turn, Phase::Posted)?;
+            gpu.tell(&ep, &turn)?;
+            gpu.signal(&ep, &turn, Phase::Posted, &ep.flagged)?;
         }
         let Dispatched { slot, handle, .. } = result;
         let (per_rank, weighted) = (reduced || !expert_major, opts.weighted && !reduced);
         let (slot, queue, format) = (Some(slot), queue.clone(), travelling);
-        let announced = !whole;
+        let (announced, refused) = (!whole, None);
         Ok(Self {
             lane,
             slot,
@@ -138,49 +143,97 @@ impl Folding {
             announced,
             turn,
             queue,
+            refused,
         })
     }
 
     /// The second half: sums once all rows are ready; `queue` waits until all have read.
     pub fn recv(mut self, queue: &Queue, out: &mut Combined<'_>) -> Result<Event> {
-        self.sum(queue, out)?;
+        let args = self.gather(queue, out)?;
+        self.push()?;
+        self.sum(&args)?;
         self.finish(queue)
     }
 
-    /// Waits, on the stream, for all announcements, and sums.
-    fn sum(&mut self, queue: &Queue, out: &mut Combined<'_>) -> Result<()> {
+    /// Waits, on the stream, for all announcements.
+    fn gather(&mut self, queue: &Queue, out: &mut Combined<'_>) -> Result<CombineArgs> {
         let args = self.arguments(out)?;
         let followed = self.gpu().follow(OP, &self.turn, queue);
-        let summed = followed.and_then(|()| self.submit_sum(&args));
-        summed.map_err(|e| self.lane.ep.give_up(OP, e))
-    }
-
-    fn submit_sum(&mut self, args: &CombineArgs) -> Result<()> {
-        self.meet_posted()?;
-        let (ep, gpu) = (&self.lane.ep, self.gpu());
-        let plan = gpu.plan(Moving::Combine, args.hidden * args.dtype.size() as u32);
-        // SAFETY: `out` and biases are rows of this many tokens on this GPU (checked); rows are in
-        // slots whose owners announced them for this operation and keep them until Done.
-        unsafe { gpu.submit(&self.turn, &MoeWork::Combine(&plan, args))? };
-        if self.whole { Ok(()) } else { gpu.signal(ep, &self.turn, Phase::Done) }
+        let gathered = followed.and_then(|()| self.submit_gather());
+        gathered.map_err(|e| self.lane.ep.give_up(OP, e))?;
+        Ok(args)
     }
 
     /// Waits, on the stream, for all announcements.
-    fn meet_posted(&mut self) -> Result<()> {
+    fn submit_gather(&mut self) -> Result<()> {
         let signal = !std::mem::replace(&mut self.announced, true);
-        let ep = &self.lane.ep;
-        self.gpu().meet(ep, &self.turn, "combine, announcements", Phase::Posted, signal)
+        let (ep, gpu) = (&self.lane.ep, self.gpu());
+        gpu.gather(ep, &self.turn, "combine, announcements", signal)?;
+        gpu.judge(ep, &self.turn)
+    }
+
+    /// Where ranks are not mapped, waits on the host until it is known that all combine the same, and
+    /// sends them their rows.
+    fn push(&mut self) -> Result<()> {
+        if !self.gpu().is_far() {
+            return Ok(());
+        }
+        let ep = self.lane.ep.clone();
+        let pushed = match gpu(&ep).await_verdict(&ep, OP, self.turn.lane, self.turn.ticket) {
+            Ok(()) => self.send_home(),
+            Err(error) if error.group_usable() => {
+                self.refused = Some(error);
+                Ok(())
+            }
+            Err(error) => Err(error),
+        };
+        let pushed = pushed.and_then(|()| match ep.bulk.is_empty() {
+            true => Ok(()),
+            false => gpu(&ep).signal(&ep, &self.turn, Phase::Sent, &ep.flagged),
+        });
+        pushed.map_err(|e| ep.give_up(OP, e))
+    }
+
+    fn send_home(&self) -> Result<()> {
+        let (ep, slot) = (&self.lane.ep, self.slot.as_ref().expect("held to the end").index());
+        let memory = self.handle.routing.gpu.as_ref().expect("on a GPU");
+        let rows = (slot, self.format.stride, self.per_rank);
+        self.gpu().send_home(ep, &self.turn, memory.told(), rows)
+    }
+
+    /// Sums once the rows of ranks that are not mapped have come home.
+    fn sum(&self, args: &CombineArgs) -> Result<()> {
+        self.submit_sum(args).map_err(|e| self.lane.ep.give_up(OP, e))
+    }
+
+    fn submit_sum(&self, args: &CombineArgs) -> Result<()> {
+        let (ep, gpu) = (&self.lane.ep, self.gpu());
+        gpu.await_sent(ep, &self.turn)?;
+        if self.refused.is_some() {
+            return gpu.signal(ep, &self.turn, Phase::Done, &ep.flagged);
+        }
+        let plan = gpu.plan(Moving::Combine, args.hidden * args.dtype.size() as u32);
+        // SAFETY: `out` and biases are rows of this many tokens on this GPU (checked); rows are in
+        // slots whose owners announced them for this operation and keep them until Done, or in this
+        // lane's staging, where they were sent.
+        unsafe { gpu.submit(&self.turn, &MoeWork::Combine(&plan, args))? };
+        if self.whole { Ok(()) } else { gpu.signal(ep, &self.turn, Phase::Done, &ep.flagged) }
     }
 
     fn finish(mut self, queue: &Queue) -> Result<Event> {
         let ep = self.lane.ep.clone();
         let gpu = gpu(&ep);
         let ended = (|| {
-            gpu.meet(&ep, &self.turn, "combine, read by all", Phase::Done, self.whole)?;
+            let read = ("combine, read by all", Phase::Done);
+            gpu.meet(&ep, &self.turn, read, &ep.flagged, self.whole)?;
+            gpu.flush(&ep, &self.turn)?;
             gpu.finish(OP, &self.turn, queue)
         })();
         let point = ended.map_err(|e| ep.give_up(OP, e))?;
         self.release(&point);
+        if let Some(refused) = self.refused.take() {
+            return Err(refused);
+        }
         let verdict = Some((OP, self.turn.lane, self.turn.ticket));
         Ok(Event::on_stream(ep.clone(), point, verdict, self.turn.capturing))
     }
@@ -243,7 +296,8 @@ impl Folding {
             biases,
             bias_count: out.biases.len() as u32,
             weights_home,
-            check: true,
+            // Else the verdict has been given: peers may be ahead when this runs.
+            check: !gpu.is_far(),
         })
     }
 
@@ -251,9 +305,12 @@ impl Folding {
     fn give_up(&mut self) -> Result<()> {
         let ep = self.lane.ep.clone();
         let gpu = gpu(&ep);
-        self.meet_posted()?;
-        gpu.signal(&ep, &self.turn, Phase::Done)?;
-        gpu.wait(&ep, &self.turn, "combine, read by all", Phase::Done)?;
+        self.submit_gather()?;
+        self.push()?;
+        gpu.await_sent(&ep, &self.turn)?;
+        gpu.signal(&ep, &self.turn, Phase::Done, &ep.flagged)?;
+        gpu.wait(&ep, &self.turn, ("combine, read by all", Phase::Done), &ep.flagged)?;
+        gpu.flush(&ep, &self.turn)?;
         let point = gpu.finish(OP, &self.turn, &self.queue)?;
         self.release(&point);
         Ok(())
@@ -312,8 +369,11 @@ pub(crate) fn combine_all(
     queues: &[&Queue],
 ) -> Result<Vec<Event>> {
     let queue = |i: usize| queues[i % queues.len()];
+    let mut all = Vec::with_capacity(started.len());
     for (i, (folding, out)) in started.iter_mut().enumerate() {
-        folding.sum(queue(i), out)?;
+        all.push(folding.gather(queue(i), out)?);
     }
+    started.iter_mut().try_for_each(|(folding, _)| folding.push())?;
+    started.iter().zip(&all).try_for_each(|((folding, _), args)| folding.sum(args))?;
     started.into_iter().enumerate().map(|(i, (folding, _))| folding.finish(queue(i))).collect()
 }

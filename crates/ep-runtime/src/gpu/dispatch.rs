@@ -20,6 +20,7 @@ use crate::result::Dispatched;
 use crate::slots::Slot;
 use crate::{Ep, EpError, Handle, Layout, Result};
 
+use super::far::Parts;
 use super::memory::HandleMemory;
 use super::plans::Moving;
 use super::{Gpu, Turn};
@@ -41,6 +42,8 @@ pub(crate) struct Sending {
     turn: Turn,
     /// The caller's, which may reuse the payload once the operation is over.
     queue: Queue,
+    /// Where the stream has packed which part for ranks that are not mapped.
+    parts: Parts,
 }
 
 /// Which flags of a dispatch are raised only where they are awaited, in one step with that.
@@ -112,7 +115,10 @@ impl Sending {
         let capacity = opts.capacity;
         let (slot, handle) = (Some(slot), Some(handle));
         let queue = queue.clone();
-        let sending = Self { lane, slot, handle, cached, kind, capacity, joined, turn, queue };
+        let joined = if gpu.is_far() { Joined::default() } else { joined };
+        let parts = Parts::default();
+        let sending =
+            Self { lane, slot, handle, cached, kind, capacity, joined, turn, queue, parts };
         // From here on peers may count on this rank.
         let announced = sending.announce(header, route, opts);
         announced.map_err(|e| ep.give_up(OP, e))?;
@@ -178,18 +184,23 @@ impl Sending {
                 gpu.announce(ep, &self.turn, header, memory.header())?;
             }
         }
-        if self.joined.posted { Ok(()) } else { gpu.signal(ep, &self.turn, Phase::Posted) }
+        if self.joined.posted {
+            return Ok(());
+        }
+        gpu.tell(ep, &self.turn)?;
+        gpu.signal(ep, &self.turn, Phase::Posted, &ep.flagged)
     }
 
     /// Waits, on the stream, for all announcements; then rows move.
     fn advance(&mut self, payload: &Payload<'_>) -> Result<()> {
         let moved = self.move_rows(payload);
-        moved.map_err(|e| self.lane.ep.give_up(OP, e))
+        self.parts = moved.map_err(|e| self.lane.ep.give_up(OP, e))?;
+        Ok(())
     }
 
-    fn move_rows(&self, payload: &Payload<'_>) -> Result<()> {
+    fn move_rows(&self, payload: &Payload<'_>) -> Result<Parts> {
         let (ep, gpu, turn) = (&self.lane.ep, self.gpu(), &self.turn);
-        gpu.meet(ep, turn, "dispatch, announcements", Phase::Posted, self.joined.posted)?;
+        gpu.gather(ep, turn, "dispatch, announcements", self.joined.posted)?;
         let memory = self.memory();
         let op = gpu.op(ep, turn);
         if !self.cached {
@@ -202,6 +213,8 @@ impl Sending {
             let args = PlanArgs { shape, routing, op, alignment, summary, scratch };
             // SAFETY: all addresses are of this layer's memory.
             unsafe { gpu.submit(turn, &MoeWork::Plan(&args))? };
+        } else {
+            gpu.judge(ep, turn)?;
         }
         let format = gpu.row_format(ep, self.kind);
         let args = DispatchArgs {
@@ -213,29 +226,51 @@ impl Sending {
             payload_stride: payload.rows.stride() as u64,
             scales: payload.scales.map_or(0, |s| s.as_ptr() as u64),
             scales_stride: payload.scales.map_or(0, |s| s.stride() as u64),
-            check: self.cached,
+            check: self.cached && !gpu.is_far(),
+            first: 0,
         };
         let plan = gpu.plan(Moving::Dispatch, format.payload_bytes);
         // SAFETY: the payload is as many rows as the routing has tokens (checked on entry), on this
-        // GPU; the targets are slots their owners offered for this operation.
-        unsafe { gpu.submit(turn, &MoeWork::Dispatch(&plan, &args))? };
-        if self.joined.done { Ok(()) } else { gpu.signal(ep, turn, Phase::Done) }
+        // GPU; the targets are slots their owners offered for this operation, or this lane's staging.
+        let parts = unsafe { gpu.move_in_parts(ep, turn, &plan, &args)? };
+        // Where ranks are not mapped, all are told at once, when what is for others has been sent.
+        if !self.joined.done && !gpu.is_far() {
+            gpu.signal(ep, turn, Phase::Done, &ep.flagged)?;
+        }
+        Ok(parts)
     }
 
     fn layout(&self) -> Layout {
         self.handle.as_ref().expect("held until it becomes a Handle").layout
     }
 
-    /// In exact mode, waits on the host until it is known how many rows come.
+    /// In exact mode, or where ranks are not mapped, waits on the host until it is known how many rows
+    /// come; and sends those that do not go by stores.
     fn settle(&mut self) -> Result<()> {
-        if self.cached || self.capacity {
+        let (ep, far) = (self.lane.ep.clone(), self.gpu().is_far());
+        if (self.cached || self.capacity) && !far {
             return Ok(());
         }
-        let ep = self.lane.ep.clone();
-        gpu(&ep).await_verdict(&ep, OP, self.turn.lane, self.turn.ticket)?;
-        let handle = self.handle.as_mut().and_then(Arc::get_mut);
-        if let Some(memory) = handle.and_then(|handle| handle.gpu.as_mut()) {
-            memory.learn();
+        let gpu = gpu(&ep);
+        let verdict = gpu.await_verdict(&ep, OP, self.turn.lane, self.turn.ticket);
+        if let Err(error) = &verdict
+            && error.group_usable()
+            && far
+        {
+            gpu.signal(&ep, &self.turn, Phase::Done, &ep.flagged)?;
+        }
+        verdict?;
+        if !self.cached {
+            let handle = self.handle.as_mut().and_then(Arc::get_mut);
+            if let Some(memory) = handle.and_then(|handle| handle.gpu.as_mut()) {
+                memory.learn();
+            }
+        }
+        if far {
+            let slot = self.slot.as_ref().expect("held until it becomes a result").index();
+            let stride = gpu.row_format(&ep, self.kind).stride as usize;
+            let sent = gpu.send_rows(&ep, &self.turn, self.memory(), &self.parts, (slot, stride));
+            sent.map_err(|e| ep.give_up(OP, e))?;
         }
         Ok(())
     }
@@ -255,7 +290,9 @@ impl Sending {
     fn close(&mut self) -> Result<()> {
         let ep = self.lane.ep.clone();
         let gpu = gpu(&ep);
-        gpu.meet(&ep, &self.turn, "dispatch, rows", Phase::Done, self.joined.done)?;
+        let rows = ("dispatch, rows", Phase::Done);
+        gpu.meet(&ep, &self.turn, rows, &ep.flagged, self.joined.done)?;
+        gpu.flush(&ep, &self.turn)?;
         let point = gpu.finish(OP, &self.turn, &self.queue)?;
         if let Some(mut slot) = self.slot.take() {
             gpu.free_after(&mut slot, &point, &self.turn);
@@ -287,7 +324,8 @@ impl Sending {
         let ep = self.lane.ep.clone();
         let (gpu, turn) = (gpu(&ep), &self.turn);
         gpu.follow(OP, turn, queue)?;
-        gpu.meet(&ep, turn, "dispatch, rows", Phase::Done, self.joined.done)?;
+        gpu.meet(&ep, turn, ("dispatch, rows", Phase::Done), &ep.flagged, self.joined.done)?;
+        gpu.flush(&ep, turn)?;
         let handle = self.handle.as_ref().expect("taken once");
         let memory = memory(handle);
         if let Layout::ExpertMajor { .. } = handle.layout {
@@ -437,8 +475,8 @@ pub(crate) fn dispatch_all(
     for (one, (_, payload, _)) in sending.iter_mut().zip(calls) {
         one.advance(payload)?;
     }
-    let verdicts = sending.iter_mut().try_for_each(Sending::settle);
-    if let Err(error) = verdicts {
+    let verdicts: Vec<_> = sending.iter_mut().map(Sending::settle).collect();
+    if let Some(error) = verdicts.into_iter().find_map(Result::err) {
         // A bad verdict is everyone's.
         return Err(sending.into_iter().fold(error, |error, one| one.refuse(error)));
     }

@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
-use ep_kernels::cuda::moe::{MoeHandleHeader, MoeRouting};
+use ep_kernels::cuda::moe::{MoeHandleHeader, MoeRouting, PIECES};
 use parking_lot::Mutex;
 
 use crate::ep::Inner;
@@ -27,6 +27,45 @@ pub(crate) struct Told {
     /// Rank-major rows from and to each rank.
     pub from: Vec<u32>,
     pub to: Vec<u32>,
+    /// Where there are ranks that are not mapped.
+    pub far: ToldFar,
+}
+
+/// What the host has to know of rows for and from ranks that are not mapped; by rank, unless it says
+/// more.
+#[derive(Debug, Default)]
+pub(crate) struct ToldFar {
+    /// Where this rank's rows start at each rank.
+    pub sent_base: Vec<u32>,
+    /// Where rows that go home start in each home's staging, one per token.
+    pub home: Vec<u32>,
+    /// The same, one per expert.
+    pub home_choices: Vec<u32>,
+    /// `[R][E]`, rows from each rank for each local expert.
+    pub experts: Vec<u32>,
+    /// `[P]`, this rank's rows for each physical expert.
+    pub sent: Vec<u32>,
+    /// `[PIECES][R]`, rows to each rank before each piece of this rank's tokens.
+    pub pieces: Vec<u32>,
+}
+
+/// How much a summary holds.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Counted {
+    pub experts: usize,
+    pub ranks: usize,
+    pub physical: usize,
+    /// Ranks may not be mapped.
+    pub far: bool,
+}
+
+impl Counted {
+    /// The numbers of a summary.
+    fn numbers(&self) -> usize {
+        let Self { experts, ranks, physical, far } = *self;
+        let near = 2 + experts + experts + 1 + 2 * ranks;
+        near + if far { (3 + experts + PIECES) * ranks + physical } else { 0 }
+    }
 }
 
 /// A handle's memory on the device and in page-locked memory.
@@ -35,7 +74,7 @@ pub(crate) struct HandleMemory {
     pub routing: MoeRouting,
     /// Where the GPU writes what [`Told`] holds.
     pub summary: u64,
-    sizes: (usize, usize),
+    sizes: Counted,
     /// Filled while the dispatch still owned the handle.
     told: Told,
     eager: bool,
@@ -75,8 +114,8 @@ impl HandleMemory {
 
     /// Reads what the GPU told, once its verdict is known.
     fn read(&self, told: &mut Told) {
-        let (experts, ranks) = self.sizes;
-        let count = 2 + experts + experts + 1 + 2 * ranks;
+        let Counted { experts, ranks, physical, far } = self.sizes;
+        let count = self.sizes.numbers();
         let at = self.summary as *const i32;
         // SAFETY: the summary is page-locked memory of this layer with room for `count` numbers,
         // written before the verdict that was seen; nobody writes it while this handle lives.
@@ -84,19 +123,31 @@ impl HandleMemory {
         (told.rows, told.expert_rows) = (all[0] as usize, all[1] as usize);
         let (counts, rest) = all[2..].split_at(experts);
         let (offsets, rest) = rest.split_at(experts + 1);
-        let (from, to) = rest.split_at(ranks);
         told.counts.clear();
         told.counts.extend_from_slice(counts);
         told.offsets.clear();
         told.offsets.extend_from_slice(offsets);
-        told.from.clear();
-        told.from.extend(from.iter().map(|&n| n as u32));
-        told.to.clear();
-        told.to.extend(to.iter().map(|&n| n as u32));
+        let mut rest = rest;
+        let mut take = |to: &mut Vec<u32>, count: usize| {
+            let (these, others) = rest.split_at(count);
+            rest = others;
+            to.clear();
+            to.extend(these.iter().map(|&n| n as u32));
+        };
+        take(&mut told.from, ranks);
+        take(&mut told.to, ranks);
+        if far {
+            take(&mut told.far.sent_base, ranks);
+            take(&mut told.far.home, ranks);
+            take(&mut told.far.home_choices, ranks);
+            take(&mut told.far.experts, ranks * experts);
+            take(&mut told.far.sent, physical);
+            take(&mut told.far.pieces, PIECES * ranks);
+        }
     }
 
     fn clear(&self, told: &mut Told) {
-        let (experts, ranks) = self.sizes;
+        let Counted { experts, ranks, .. } = self.sizes;
         told.counts.resize(experts, 0);
         told.offsets.resize(experts + 1, 0);
         told.from.resize(ranks, 0);
@@ -150,7 +201,7 @@ impl HandleMemory {
 /// How a handle's memory is divided.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct HandleSizes {
-    offsets: [usize; 18],
+    offsets: [usize; 20],
     /// Bytes of device memory.
     pub device: usize,
     /// Bytes of page-locked memory.
@@ -158,7 +209,9 @@ pub(crate) struct HandleSizes {
 }
 
 impl HandleSizes {
-    pub fn new(shape: &Resolved, local_experts: usize) -> Self {
+    pub fn new(shape: &Resolved, counted: Counted) -> Self {
+        let local_experts = counted.experts;
+        let far = |bytes: usize| if counted.far { bytes } else { 0 };
         let choices = 4 * shape.max_tokens * shape.topk;
         let fan_out = 4 * shape.max_tokens * shape.topk.min(shape.world);
         let (ranks, physical) = (4 * shape.world, 4 * shape.placement.physical());
@@ -185,6 +238,8 @@ impl HandleSizes {
             places,
             places,
             places,
+            far(ranks),
+            far(ranks * PIECES),
         ];
         let mut at = 0;
         let offsets = bytes.map(|bytes| {
@@ -192,8 +247,7 @@ impl HandleSizes {
             at += bytes.next_multiple_of(ALIGN);
             start
         });
-        let numbers = 2 + 2 * local_experts + 1 + 2 * shape.world;
-        Self { offsets, device: at, pinned: (4 * numbers).next_multiple_of(64) }
+        Self { offsets, device: at, pinned: (4 * counted.numbers()).next_multiple_of(64) }
     }
 
     pub fn routing(&self, base: u64) -> MoeRouting {
@@ -216,6 +270,8 @@ impl HandleSizes {
             positions,
             choices,
             row_weights,
+            staged,
+            pieces,
         ] = self.offsets.map(|at| base + at as u64);
         MoeRouting {
             header,
@@ -236,6 +292,8 @@ impl HandleSizes {
             positions,
             choices,
             row_weights,
+            staged,
+            pieces,
             tokens: 0,
             reserved: 0,
         }
@@ -255,14 +313,14 @@ impl Handles {
         (ep, rank): (u64, usize),
         sizes: &HandleSizes,
         (device, pinned): (u64, u64),
-        (local_experts, ranks): (usize, usize),
+        counted: Counted,
     ) -> Self {
         let handle = |i: usize| {
             let mut handle = HandleInner::new(ep, rank);
             handle.gpu = Some(HandleMemory {
                 routing: sizes.routing(device + (i * sizes.device) as u64),
                 summary: pinned + (i * sizes.pinned) as u64,
-                sizes: (local_experts, ranks),
+                sizes: counted,
                 told: Told::default(),
                 eager: false,
                 late: OnceLock::new(),

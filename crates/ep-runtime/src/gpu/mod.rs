@@ -9,9 +9,11 @@
 //! The steps are those of [`crate::dispatch`] and [`crate::fold`]; kernels never touch flags.
 
 mod build;
+mod check;
 mod combine;
 mod copies;
 mod dispatch;
+mod far;
 mod machine;
 mod memory;
 mod plans;
@@ -25,7 +27,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use cudarc::driver::sys::CUstream;
 use ep_kernels::cuda::moe::{AnnounceArgs, MoeHeader, MoeOp, MoeShape, MoeWork, MovePlan};
-use ep_kernels::cuda::{CudaError, Device, DeviceProperties, LaunchFlags, PointerPlace};
+use ep_kernels::cuda::{CudaError, Device, DeviceProperties, LaunchFlags};
 use ep_transport::{Meeting, Queue, StreamSide, TransportError};
 use parking_lot::Mutex;
 
@@ -103,6 +105,8 @@ pub(crate) struct Gpu {
     slots: Mutex<SlotStates>,
     side: StreamSide,
     sizes: Sizes,
+    /// Payloads of so many bytes go to ranks that are not mapped in parts.
+    in_parts_from: usize,
 }
 
 /// A lane's stream and its memory.
@@ -110,6 +114,9 @@ pub(crate) struct Gpu {
 struct GpuLane {
     /// Its stream, which the machine keeps.
     queue: Queue,
+    /// The stream on which parts go to ranks that are not mapped, if there are such ranks.
+    carrier: Option<Queue>,
+    blocks: Mutex<far::Blocks>,
     state: u64,
     scratch: u64,
     reports: u64,
@@ -217,6 +224,9 @@ impl Gpu {
             true => Ticket::CAPTURED,
             false => Ticket::new(lane_state.tickets.fetch_add(1, Ordering::Relaxed) + 1),
         };
+        if capturing && self.is_far() {
+            return Err(EpError::argument(op, far::NO_CAPTURE));
+        }
         // SAFETY: both streams are live and of this device.
         unsafe { self.machine.chain(raw, lane_state.stream())? };
         Ok(Turn { lane, capturing, ticket })
@@ -266,7 +276,10 @@ impl Gpu {
     fn op(&self, ep: &Inner, turn: &Turn) -> MoeOp {
         let lane = self.lane(turn.lane);
         // Kernels know the phases of a lane by what lies between their first words.
-        let awaited = self.side.awaited(Phase::Posted.flag(turn.lane), ep.group.world(), 0);
+        let awaited = match self.is_far() {
+            true => 0,
+            false => self.side.awaited(Phase::Posted.flag(turn.lane), ep.group.world(), 0),
+        };
         MoeOp {
             lane: lane.state,
             mailboxes: ep.local(ep.window.mailbox(turn.lane, 0)) as u64,
@@ -274,6 +287,8 @@ impl Gpu {
             ticket: turn.ticket.number(),
             awaited,
             lane_index: turn.lane as u64,
+            send: ep.local(ep.window.send_staging(turn.lane)) as u64,
+            receive: ep.local(ep.window.receive_staging(turn.lane)) as u64,
         }
     }
 
@@ -295,79 +310,45 @@ impl Gpu {
         cuda(unsafe { self.machine.submit(self.lane(turn.lane).stream(), work) })
     }
 
-    fn signal(&self, ep: &Inner, turn: &Turn, phase: Phase) -> Result<()> {
+    fn signal(&self, ep: &Inner, turn: &Turn, phase: Phase, peers: &[usize]) -> Result<()> {
         let flag = phase.flag(turn.lane);
-        ep.peers.iter().try_for_each(|&peer| {
+        peers.iter().try_for_each(|&peer| {
             let signalled = ep.link.signal(&self.lane(turn.lane).queue, peer, flag);
             ep.check("signal", signalled)
         })
     }
 
-    /// Waits for a phase; `signal`: raises it before, in the same step if possible. A kernel of the
-    /// operation has told the watchdog.
+    /// Waits for a phase of `peers`; `signal`: raises it before, in the same step if possible. A kernel
+    /// of the operation has told the watchdog, unless some ranks are not mapped.
     fn meet(
         &self,
         ep: &Inner,
         turn: &Turn,
-        op: &'static str,
-        phase: Phase,
+        (op, phase): (&'static str, Phase),
+        peers: &[usize],
         signal: bool,
     ) -> Result<()> {
         let (queue, flag) = (&self.lane(turn.lane).queue, phase.flag(turn.lane));
-        let (peers, deadline, marked) = (&ep.peers[..], ep.deadline(), true);
+        let (deadline, marked) = (ep.deadline(), !self.is_far());
         let meeting = Meeting { op, peers, flag, deadline, signal, marked };
         ep.check(op, ep.link.meet(queue, &meeting))
     }
 
     /// As [`Gpu::meet`] where no kernel of the operation has told the watchdog.
-    fn wait(&self, ep: &Inner, turn: &Turn, op: &'static str, phase: Phase) -> Result<()> {
+    fn wait(
+        &self,
+        ep: &Inner,
+        turn: &Turn,
+        (op, phase): (&'static str, Phase),
+        peers: &[usize],
+    ) -> Result<()> {
         let (queue, flag) = (&self.lane(turn.lane).queue, phase.flag(turn.lane));
-        ep.check(op, ep.link.wait(queue, op, &ep.peers, flag, ep.deadline()))
+        ep.check(op, ep.link.wait(queue, op, peers, flag, ep.deadline()))
     }
 
     /// The plan of a kernel that moves rows of `row_bytes`.
     fn plan(&self, moving: Moving, row_bytes: u32) -> MovePlan {
         self.plan_in_force(moving, row_bytes).0
-    }
-
-    /// That `address` is in this GPU's memory and aligned as bulk copies need it.
-    fn check_address(&self, op: &'static str, what: &str, address: u64, align: u64) -> Result<()> {
-        if !address.is_multiple_of(align) {
-            let detail = format!("{what} are at {address:#x}; a multiple of {align} is needed");
-            return Err(EpError::argument(op, detail));
-        }
-        match self.machine.place_of(address)? {
-            PointerPlace::Device(ordinal) if ordinal == self.ordinal => Ok(()),
-            other => {
-                let detail = format!(
-                    "{what} are in {other:?} memory, the layer works on GPU {}",
-                    self.ordinal
-                );
-                Err(EpError::argument(op, detail))
-            }
-        }
-    }
-
-    /// As [`Gpu::check_address`], for rows that are moved by bulk copies.
-    fn check_rows(
-        &self,
-        op: &'static str,
-        what: &str,
-        (base, stride, rows): (u64, usize, usize),
-        align: u64,
-    ) -> Result<()> {
-        if rows == 0 {
-            return Ok(());
-        }
-        self.check_address(op, what, base, align)?;
-        match rows == 1 || (stride as u64).is_multiple_of(align) {
-            true => Ok(()),
-            false => {
-                let detail =
-                    format!("{what} are {stride} bytes apart; a multiple of {align} is needed");
-                Err(EpError::argument(op, detail))
-            }
-        }
     }
 }
 

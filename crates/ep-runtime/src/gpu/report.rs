@@ -74,6 +74,15 @@ impl Gpu {
         })
     }
 
+    /// The slot that a rank announced for an operation with a verdict, where ranks are not mapped.
+    pub fn announced_slot(&self, turn: &super::Turn, rank: usize) -> usize {
+        let report = turn.ticket.report(self.lane(turn.lane).reports, self.sizes.report) as usize;
+        let headers = (report + size_of::<MoeReport>()) as *const MoeHeader;
+        // SAFETY: behind a report there is room for the announcements of all ranks; they were written
+        // before the ticket, and the lane's next operation has another report.
+        unsafe { (&raw const (*headers.add(rank)).slot).read_volatile() as usize }
+    }
+
     /// Waits, bounded, on the host for the verdict of an operation.
     pub fn await_verdict(
         &self,

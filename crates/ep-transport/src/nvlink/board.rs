@@ -54,8 +54,14 @@ impl Map {
         self.trial(self.world)
     }
 
+    /// Where streams tell how many exchanges of a number began and ended.
+    fn exchanging(&self, number: u32) -> usize {
+        let pacing = Pacing::bytes(self.flags, self.world).next_multiple_of(LINE);
+        self.pacing() + pacing + number as usize * LINE
+    }
+
     pub fn bytes(&self) -> usize {
-        self.pacing() + Pacing::bytes(self.flags, self.world)
+        self.exchanging(self.flags)
     }
 }
 
@@ -207,6 +213,18 @@ impl Board {
             .collect()
     }
 
+    /// The word of [`Board::exchanging`], as GPUs see it.
+    #[cfg(feature = "nccl")]
+    pub fn exchanging_word(&self, number: u32) -> u64 {
+        self.boards[self.rank].1.device + self.map.exchanging(number) as u64
+    }
+
+    /// How many exchanges of a number began and ended on streams of this rank, one each.
+    #[cfg(feature = "nccl")]
+    pub fn exchanging(&self, number: u32) -> u32 {
+        self.word(self.rank, self.map.exchanging(number)).load(Ordering::Relaxed)
+    }
+
     pub fn poison(&self) {
         // Release: before any flag that is raised to release a stream.
         self.word(self.rank, self.map.poisoned()).store(1, Ordering::Release);
@@ -248,6 +266,7 @@ mod tests {
                 .chain([(map.poisoned(), 4)])
                 .chain((0..world).map(|s| (map.trial(s), 4)))
                 .chain([(map.pacing(), Pacing::bytes(flags, world))])
+                .chain((0..flags).map(|f| (map.exchanging(f), 4)))
                 .collect();
             words.sort_unstable();
             assert!(words.windows(2).all(|w| w[0].0 + w[0].1 <= w[1].0));

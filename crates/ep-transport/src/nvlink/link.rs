@@ -84,7 +84,7 @@ pub(super) fn meet_ops(
 
 impl NvlinkLink {
     /// The stream of a queue, which has to be one of this rank's GPU.
-    fn stream(&self, op: &'static str, queue: &Queue) -> Result<Option<CUstream>> {
+    pub fn stream(&self, op: &'static str, queue: &Queue) -> Result<Option<CUstream>> {
         match queue.raw() {
             Some((_, ordinal)) if ordinal != self.gpu.ordinal => {
                 let detail =
@@ -126,7 +126,7 @@ impl NvlinkLink {
     }
 
     /// Whether `stream`, or the host where there is none, is being captured.
-    fn capturing(&self, op: &'static str, stream: Option<CUstream>) -> Result<bool> {
+    pub fn capturing(&self, op: &'static str, stream: Option<CUstream>) -> Result<bool> {
         let Some(stream) = stream else { return Ok(false) };
         let mut status = 0;
         // SAFETY: the queue's stream is live; `status` is valid for the call.
@@ -215,6 +215,10 @@ unsafe impl Link for NvlinkLink {
 
     fn stream_side(&self) -> Option<StreamSide> {
         Some(self.watchdog.shared.board.side())
+    }
+
+    fn is_beside(&self, peer: usize) -> bool {
+        self.pacing.as_ref().is_some_and(|pacing| pacing.concerns(&[peer]))
     }
 
     fn reach(&self, peer: usize) -> Reach {

@@ -6,6 +6,8 @@ mod graveyard;
 mod hand;
 mod link;
 mod memory;
+#[cfg(feature = "nccl")]
+mod nccl;
 mod trial;
 mod watchdog;
 mod words;
@@ -28,6 +30,8 @@ use graveyard::Buried;
 pub(crate) use hand::Hand;
 use link::{Bell, NvlinkLink};
 use memory::{Allocation, Mapped, Window, refused};
+#[cfg(feature = "nccl")]
+pub use nccl::NcclTransport;
 use watchdog::{Waits, Watchdog};
 use words::Words;
 pub use words::{Handles, Signals};
@@ -149,6 +153,17 @@ impl Transport for NvlinkTransport {
     }
 
     fn open(&self, group: &Group, spec: WindowSpec, deadline: Deadline) -> Result<Arc<dyn Link>> {
+        Ok(self.open_link(group, spec, deadline)?)
+    }
+}
+
+impl NvlinkTransport {
+    fn open_link(
+        &self,
+        group: &Group,
+        spec: WindowSpec,
+        deadline: Deadline,
+    ) -> Result<Arc<NvlinkLink>> {
         spec.agree(group, self.name(), deadline)?;
         let bulk = self.bulk(group.rank(), group.world())?;
         // What was dropped gives its memory back first, if that is soon.

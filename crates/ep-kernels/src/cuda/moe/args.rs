@@ -29,6 +29,9 @@ pub struct DispatchArgs {
     pub scales_stride: u64,
     /// The announcements decide (a cached routing); else the handle's status does.
     pub check: bool,
+    /// The number of row 0 of the payload among this rank's tokens, where only some of them move
+    /// ([`MoeRouting::of_tokens`]).
+    pub first: u32,
 }
 
 /// Copying received rows to their experts.

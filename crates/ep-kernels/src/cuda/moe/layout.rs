@@ -54,11 +54,12 @@ pub(crate) static PLACES: KernelSource = KernelSource {
 
 pub(crate) static PLAN: KernelSource = KernelSource {
     name: "plan.cu",
-    kernels: &["moe_announce", "moe_plan", "moe_mark_tail"],
+    kernels: &["moe_announce", "moe_judge", "moe_plan", "moe_mark_tail"],
     shared: &[MOE_HEADER],
     text: include_str!("../../../kernels/plan.cu"),
     layouts: &[
         layout!(MoeAnnounceParams { shape, op, header, handle }),
+        layout!(MoeJudgeParams { shape, op }),
         layout!(MoePlanParams { shape, routing, op, summary, scratch, alignment, reserved }),
         layout!(MoeTailParams { shape, routing, op, row, expert, expert_major, reserved }),
     ],
@@ -103,6 +104,13 @@ struct MoeAnnounceParams {
 
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
+struct MoeJudgeParams {
+    shape: MoeShape,
+    op: MoeOp,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
 struct MoePlanParams {
     shape: MoeShape,
     routing: MoeRouting,
@@ -137,11 +145,12 @@ macro_rules! params {
     };
 }
 params! {
-    MoeLayoutParams = 120 + 152 + 48 + 72 + 3 * 8 + 4 * 4;
-    MoePlacesParams = 120 + 152 + 48 + 32 + 8 + 2 * 4;
-    MoeAnnounceParams = 120 + 48 + 72 + 8;
-    MoePlanParams = 120 + 152 + 48 + 2 * 8 + 2 * 4;
-    MoeTailParams = 120 + 152 + 48 + 32 + 24 + 2 * 4;
+    MoeLayoutParams = 128 + 168 + 64 + 72 + 3 * 8 + 4 * 4;
+    MoePlacesParams = 128 + 168 + 64 + 32 + 8 + 2 * 4;
+    MoeAnnounceParams = 128 + 64 + 72 + 8;
+    MoeJudgeParams = 128 + 64;
+    MoePlanParams = 128 + 168 + 64 + 2 * 8 + 2 * 4;
+    MoeTailParams = 128 + 168 + 64 + 32 + 24 + 2 * 4;
 }
 
 /// The type of expert ids.
@@ -194,6 +203,15 @@ pub struct AnnounceArgs {
     pub handle: u64,
 }
 
+/// Deciding on an operation whose counts are known, for the host. Addresses are device addresses.
+#[derive(Clone, Copy, Debug)]
+pub struct JudgeArgs {
+    /// The layer.
+    pub shape: MoeShape,
+    /// The operation.
+    pub op: MoeOp,
+}
+
 /// Deciding on an uncached dispatch.
 #[derive(Clone, Copy, Debug)]
 pub struct PlanArgs {
@@ -206,7 +224,10 @@ pub struct PlanArgs {
     /// Rows of experts are padded to multiples of it; 0 for rank-major rows.
     pub alignment: u32,
     /// `i32 [2 + E + E + 1 + 2 R]` in host memory, E local experts: rows, expert-major rows, counts,
-    /// offsets, rows from and to each rank.
+    /// offsets, rows from and to each rank. Where ranks are not mapped, `i32 [3 R + R E + P + PIECES R]`
+    /// follow: where this rank's rows start at each rank, and in its staging when they go home, one per
+    /// token and one per expert; rows from each rank for each local expert; this rank's rows for each
+    /// expert; [`MoeRouting::pieces`].
     pub summary: u64,
     /// [`layout_scratch_bytes`] of this lane.
     pub scratch: u64,
@@ -276,6 +297,7 @@ pub struct LayoutKernels {
     places_count: Kernel,
     places_place: Kernel,
     announce: Kernel,
+    judge: Kernel,
     plan: Kernel,
     mark_tail: Kernel,
 }
@@ -295,6 +317,7 @@ impl LayoutKernels {
             places_count: places.kernel("moe_places_count")?,
             places_place: places.kernel("moe_places_place")?,
             announce: plan.kernel("moe_announce")?,
+            judge: plan.kernel("moe_judge")?,
             plan: plan.kernel("moe_plan")?,
             mark_tail: plan.kernel("moe_mark_tail")?,
         })
@@ -306,7 +329,7 @@ impl LayoutKernels {
     /// The driver's.
     pub fn prepare(&self, stream: &Stream) -> Result<(), CudaError> {
         let all = [&self.count, &self.place, &self.places_count, &self.places_place];
-        let rest = [&self.announce, &self.plan, &self.mark_tail];
+        let rest = [&self.announce, &self.judge, &self.plan, &self.mark_tail];
         all.into_iter().chain(rest).try_for_each(|kernel| kernel.prepare(stream))
     }
 
@@ -353,6 +376,19 @@ impl LayoutKernels {
         let params = MoeAnnounceParams { shape, op, header, handle };
         // SAFETY: the caller's promise; the kernel takes these parameters.
         unsafe { self.announce.launch(stream, &one_block(shape.world), &params) }
+    }
+
+    /// Decides on an operation whose counts are known.
+    ///
+    /// # Safety
+    /// As [`LayoutKernels::layout`].
+    ///
+    /// # Errors
+    /// The driver's.
+    pub unsafe fn judge(&self, stream: CUstream, args: &JudgeArgs) -> Result<(), CudaError> {
+        let &JudgeArgs { shape, op } = args;
+        // SAFETY: the caller's promise; the kernel takes these parameters.
+        unsafe { self.judge.launch(stream, &one_block(shape.world), &MoeJudgeParams { shape, op }) }
     }
 
     /// Decides on an uncached dispatch and completes its routing.

@@ -16,7 +16,7 @@ pub use args::{CombineArgs, DispatchArgs, ExpandArgs, MAX_BIASES, ReduceArgs};
 pub(crate) use cast::CAST;
 pub use cast::{CastArgs, CastKernels};
 pub use layout::{
-    AnnounceArgs, ExpandPlaces, IdsKind, LayoutArgs, LayoutKernels, PlanArgs, TailArgs,
+    AnnounceArgs, ExpandPlaces, IdsKind, JudgeArgs, LayoutArgs, LayoutKernels, PlanArgs, TailArgs,
     layout_scratch_bytes,
 };
 pub(crate) use layout::{LAYOUT, PLACES, PLAN};
@@ -25,6 +25,6 @@ pub use moves::MoveKernels;
 pub(crate) use moves::{ROWS, SUMS};
 pub use params::{
     MoeExpertFormat, MoeHandleHeader, MoeHeader, MoeLane, MoeOp, MoeOutFormat, MoeReport,
-    MoeRouting, MoeRowFormat, MoeShape, verdict,
+    MoeRouting, MoeRowFormat, MoeShape, PIECES, block_tokens, verdict,
 };
 pub use work::{MoeLaunch, MoeWork};

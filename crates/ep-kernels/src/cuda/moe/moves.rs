@@ -59,7 +59,7 @@ pub(crate) static ROWS: KernelSource = KernelSource {
         check,
         chunk,
         pieces,
-        reserved
+        first
     })],
 };
 
@@ -132,7 +132,7 @@ struct MoeRowsParams {
     check: u32,
     chunk: u32,
     pieces: u32,
-    reserved: u32,
+    first: u32,
 }
 
 #[repr(C)]
@@ -180,8 +180,8 @@ unsafe impl Plain for MoeSumsParams {}
 unsafe impl KernelParams for MoeRowsParams {}
 // SAFETY: the struct of kernels/sums.cu, whose layout checks are compiled against this.
 unsafe impl KernelParams for MoeSumsParams {}
-const _: () = assert!(size_of::<MoeRowsParams>() == 120 + 152 + 48 + 32 + 24 + 4 * 8 + 4 * 4);
-const _: () = assert!(size_of::<MoeSumsParams>() == 120 + 152 + 48 + 16 + 20 * 8 + 8 * 4);
+const _: () = assert!(size_of::<MoeRowsParams>() == 128 + 168 + 64 + 32 + 24 + 4 * 8 + 4 * 4);
+const _: () = assert!(size_of::<MoeSumsParams>() == 128 + 168 + 64 + 16 + 20 * 8 + 8 * 4);
 
 const PER_RANK: u32 = 0;
 const PER_EXPERT: u32 = 1;
@@ -264,6 +264,7 @@ impl MoveKernels {
             scales: args.scales,
             scales_stride: args.scales_stride,
             check: u32::from(args.check),
+            first: args.first,
             ..MoeRowsParams::default()
         };
         // SAFETY: the caller's promise.

@@ -80,6 +80,10 @@ pub struct MoeShape {
     pub max_rows: u32,
     /// Expert-major rows a slot holds.
     pub max_expert_rows: u32,
+    /// Ranks that are not mapped here: their windows are 0.
+    pub far: u32,
+    /// 0.
+    pub reserved: u32,
 }
 
 /// A handle in device memory: all arrays but `header` as the host's `Layout` and `CountMatrix` have
@@ -109,7 +113,8 @@ pub struct MoeRouting {
     pub sent_base: u64,
     /// `u32 [P]`: where this rank's rows start among those of a physical expert.
     pub expert_base: u64,
-    /// `i32 [P]`: expert-major, the first row of every physical expert on its rank.
+    /// `i32 [P]`: expert-major, the first row of every physical expert on its rank; of one on a rank
+    /// that is not mapped, in this rank's staging, with 0 in `expert_base`.
     pub expert_offsets: u64,
     /// `i32 [local experts]`: tokens received, without padding.
     pub counts: u64,
@@ -124,6 +129,11 @@ pub struct MoeRouting {
     pub choices: u64,
     /// Beside them, `f32 [N * K]`: their gate weights.
     pub row_weights: u64,
+    /// `u32 [R]`: where the rows for and from each rank are staged, in rows: behind those of the
+    /// ranks before it.
+    pub staged: u64,
+    /// `u32 [PIECES * R]`: rows for each rank before each piece of this rank's tokens.
+    pub pieces: u64,
     /// T.
     pub tokens: u32,
     /// 0.
@@ -266,6 +276,10 @@ pub struct MoeOp {
     pub awaited: u64,
     /// The lane's number.
     pub lane_index: u64,
+    /// Where rows for ranks that are not mapped are packed.
+    pub send: u64,
+    /// Where rows that such ranks send home arrive.
+    pub receive: u64,
 }
 
 macro_rules! plain {
@@ -290,15 +304,15 @@ plain!(
 );
 
 const _: () = assert!(size_of::<MoeHeader>() == 2 * 4 + 6 * 8 + 2 * 4 + 8);
-const _: () = assert!(size_of::<MoeShape>() == 10 * 8 + 10 * 4);
-const _: () = assert!(size_of::<MoeRouting>() == 18 * 8 + 2 * 4);
+const _: () = assert!(size_of::<MoeShape>() == 10 * 8 + 12 * 4);
+const _: () = assert!(size_of::<MoeRouting>() == 20 * 8 + 2 * 4);
 const _: () = assert!(size_of::<MoeHandleHeader>() == 2 * 8 + 4 * 4);
 const _: () = assert!(size_of::<MoeLane>() == 24);
 const _: () = assert!(size_of::<MoeReport>() == 3 * 8 + 4 * 4);
 const _: () = assert!(size_of::<MoeRowFormat>() == 32);
 const _: () = assert!(size_of::<MoeExpertFormat>() == 24);
 const _: () = assert!(size_of::<MoeOutFormat>() == 16);
-const _: () = assert!(size_of::<MoeOp>() == 48);
+const _: () = assert!(size_of::<MoeOp>() == 64);
 
 /// The layouts of the structs above, for every source that has `moe.cuh`.
 pub(crate) const SHARED: [Layout; 10] = [
@@ -335,7 +349,9 @@ pub(crate) const SHARED: [Layout; 10] = [
         local_experts,
         slots,
         max_rows,
-        max_expert_rows
+        max_expert_rows,
+        far,
+        reserved
     }),
     layout!(MoeRouting {
         header,
@@ -356,6 +372,8 @@ pub(crate) const SHARED: [Layout; 10] = [
         positions,
         choices,
         row_weights,
+        staged,
+        pieces,
         tokens,
         reserved
     }),
@@ -374,8 +392,34 @@ pub(crate) const SHARED: [Layout; 10] = [
     }),
     layout!(MoeExpertFormat { payload_bytes, scales_at, scale_bytes, weight_at, row_at, stride }),
     layout!(MoeOutFormat { payload_bytes, weights_at, weights, stride }),
-    layout!(MoeOp { lane, mailboxes, report, ticket, awaited, lane_index }),
+    layout!(MoeOp { lane, mailboxes, report, ticket, awaited, lane_index, send, receive }),
 ];
+
+/// Pieces of a rank's tokens that [`MoeRouting::pieces`] tells of: piece `i` begins with the tokens of
+/// block `blocks * i / PIECES` of the layout, each of which has [`block_tokens`] tokens.
+pub const PIECES: usize = 16;
+
+/// How many tokens a block of a layout of `blocks` blocks has, but for the last: `tile.cuh` deals them.
+pub fn block_tokens(tokens: usize, blocks: u32) -> usize {
+    tokens.div_ceil(blocks.max(1) as usize).next_multiple_of(32)
+}
+
+impl MoeRouting {
+    /// The routing of the tokens from `first` to `end` as far as moving them needs it, for a layer of
+    /// `topk` choices and `fan_out` destinations per token.
+    pub fn of_tokens(&self, (first, end): (usize, usize), topk: u32, fan_out: u32) -> Self {
+        let (choices, places) =
+            (4 * first as u64 * u64::from(topk), 4 * first as u64 * u64::from(fan_out));
+        Self {
+            physical: self.physical + choices,
+            weights: self.weights + choices,
+            dest_rank: self.dest_rank + places,
+            dest_index: self.dest_index + places,
+            tokens: (end - first) as u32,
+            ..*self
+        }
+    }
+}
 
 impl MoeRowFormat {
     /// `None` where a row's size does not fit 32 bits.

@@ -4,8 +4,8 @@ use cudarc::driver::sys::CUstream;
 
 use super::args::{CombineArgs, DispatchArgs, ExpandArgs, ReduceArgs};
 use super::layout::{
-    AnnounceArgs, ExpandPlaces, LAYOUT, LayoutArgs, LayoutKernels, PLACES, PLAN, PlanArgs,
-    TailArgs, counting, marking, one_block,
+    AnnounceArgs, ExpandPlaces, JudgeArgs, LAYOUT, LayoutArgs, LayoutKernels, PLACES, PLAN,
+    PlanArgs, TailArgs, counting, marking, one_block,
 };
 use super::move_plan::{CopyPath, MovePlan, Mover};
 use super::moves::{MoveKernels, ROWS, SUMS, config};
@@ -21,6 +21,8 @@ pub enum MoeWork<'a> {
     Layout(&'a LayoutArgs),
     /// [`LayoutKernels::announce`].
     Announce(&'a AnnounceArgs),
+    /// [`LayoutKernels::judge`].
+    Judge(&'a JudgeArgs),
     /// [`LayoutKernels::plan`].
     Plan(&'a PlanArgs),
     /// [`LayoutKernels::expand_places`].
@@ -65,6 +67,7 @@ impl MoeWork<'_> {
             match self {
                 Self::Layout(args) => layout.layout(stream, args),
                 Self::Announce(args) => layout.announce(stream, args),
+                Self::Judge(args) => layout.judge(stream, args),
                 Self::Plan(args) => layout.plan(stream, args),
                 Self::Places(args) => layout.expand_places(stream, args),
                 Self::Tail(args) => layout.mark_tail(stream, args),
@@ -100,6 +103,7 @@ impl MoeWork<'_> {
                 Ok(all(&PLACES, counting(shape.local_experts as usize, *blocks).0))
             }
             Self::Announce(args) => one("moe_announce", one_block(args.shape.world)),
+            Self::Judge(args) => one("moe_judge", one_block(args.shape.world)),
             Self::Plan(PlanArgs { shape, .. }) => {
                 one("moe_plan", one_block(shape.physical + shape.world))
             }

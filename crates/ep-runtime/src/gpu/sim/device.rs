@@ -7,6 +7,7 @@ use super::memory::{Clock, Memory, join};
 
 /// One entry of a stream.
 #[derive(Clone, Debug)]
+#[expect(clippy::large_enum_variant, reason = "queues are short")]
 pub enum Op {
     Work(Effect),
     Record(usize),

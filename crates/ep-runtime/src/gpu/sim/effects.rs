@@ -2,6 +2,7 @@
 
 use ep_kernels::cuda::moe::{MoeOp, MoeReport, MoeWork, verdict};
 
+use super::far::{Places, Summary, carry, parts, write_slots};
 use super::memory::{Content, Memory, Place};
 
 /// Ids at addresses with this bit are wrong.
@@ -9,6 +10,7 @@ pub const BAD: u64 = 1 << 20;
 
 /// A kernel, or several that follow each other.
 #[derive(Clone, Copy, Debug)]
+#[expect(clippy::large_enum_variant, reason = "there are few at a time")]
 pub enum Effect {
     Announce {
         on: On,
@@ -16,15 +18,26 @@ pub enum Effect {
         handle: u64,
         ids: Option<u64>,
     },
+    Judge {
+        on: On,
+    },
     Plan {
         on: On,
         handle: u64,
+        summary: Option<Summary>,
     },
     Dispatch {
         on: On,
         handle: u64,
         payload: u64,
         cached: bool,
+        /// The first token and how many.
+        tokens: (usize, usize),
+    },
+    /// What is carried between windows.
+    Carry {
+        from: Places,
+        to: Places,
     },
     Places {
         on: On,
@@ -100,14 +113,17 @@ impl Effect {
                 handle: a.handle,
                 ids: None,
             },
+            MoeWork::Judge(a) => Self::Judge { on: On::new(a.shape.rank, &a.op) },
             MoeWork::Plan(a) => {
-                Self::Plan { on: On::new(a.shape.rank, &a.op), handle: a.routing.header }
+                let summary = Summary::new(a.summary, &a.shape);
+                Self::Plan { on: On::new(a.shape.rank, &a.op), handle: a.routing.header, summary }
             }
             MoeWork::Dispatch(_, a) => Self::Dispatch {
                 on: On::new(a.shape.rank, &a.op),
                 handle: a.routing.header,
-                payload: a.payload,
+                payload: a.payload - u64::from(a.first) * a.payload_stride,
                 cached: a.check,
+                tokens: (a.first as usize, a.routing.tokens as usize),
             },
             MoeWork::Places(a) => {
                 Self::Places { on: On::new(a.shape.rank, &a.op), handle: a.routing.header }
@@ -142,13 +158,28 @@ impl Effect {
 #[derive(Debug, Default)]
 pub struct Ranks {
     pub world: usize,
+    /// By rank; ranks of different ones are not mapped. All are if there are none.
+    nodes: Vec<usize>,
     /// By rank, then lane.
     sequences: Vec<Vec<u64>>,
 }
 
 impl Ranks {
     pub fn new(world: usize, lanes: usize) -> Self {
-        Self { world, sequences: vec![vec![0; lanes]; world] }
+        Self { world, nodes: Vec::new(), sequences: vec![vec![0; lanes]; world] }
+    }
+
+    pub fn apart(mut self, nodes: &[usize]) -> Self {
+        self.nodes = nodes.to_vec();
+        self
+    }
+
+    fn is_far(&self, rank: usize, other: usize) -> bool {
+        self.nodes.get(rank) != self.nodes.get(other)
+    }
+
+    fn has_far(&self, rank: usize) -> bool {
+        (0..self.world).any(|other| self.is_far(rank, other))
     }
 
     /// Does what a kernel does.
@@ -157,10 +188,18 @@ impl Ranks {
             Effect::Announce { on, slot, handle, ids } => {
                 self.announce(memory, stream, on, slot, (handle, ids));
             }
-            Effect::Plan { on, handle } => self.plan(memory, stream, on, handle),
-            Effect::Dispatch { on, handle, payload, cached } => {
-                self.dispatch(memory, stream, on, (handle, payload, cached));
+            Effect::Judge { on } => {
+                let slots = self.announced(memory, stream, on, true);
+                write_slots(on.report, slots.iter().map(|one| one.0));
+                report(on, verdict::OK);
             }
+            Effect::Plan { on, handle, summary } => {
+                self.plan(memory, stream, on, (handle, summary))
+            }
+            Effect::Dispatch { on, handle, payload, cached, tokens } => {
+                self.dispatch(memory, stream, on, (handle, payload, cached), tokens);
+            }
+            Effect::Carry { from, to } => carry(memory, stream, from, to),
             Effect::Places { on, handle } => {
                 self.received(memory, stream, on);
                 let at = Place::Handle { rank: on.rank, at: handle };
@@ -215,17 +254,26 @@ impl Ranks {
             memory.read(stream, at);
         }
         let bad = ids.is_some_and(|ids| ids & BAD != 0);
-        for peer in 0..self.world {
+        for peer in (0..self.world).filter(|&peer| !self.is_far(rank, peer)) {
             let mailbox = Place::Mailbox { rank: peer, lane, source: rank };
             memory.write(stream, mailbox, Content::Announced { sequence, slot, bad });
         }
     }
 
-    /// What all ranks announced of the operation this rank is at.
-    fn announced(&self, memory: &mut Memory, stream: usize, on: On) -> Vec<(usize, bool)> {
+    /// What ranks announced of the operation this rank is at: all, or those that are mapped.
+    fn announced(
+        &self,
+        memory: &mut Memory,
+        stream: usize,
+        on: On,
+        all: bool,
+    ) -> Vec<(usize, bool)> {
         let On { rank, lane, .. } = on;
         let due = self.sequences[rank][lane];
         let one = |source| {
+            if !all && self.is_far(rank, source) {
+                return (0, false);
+            }
             let place = Place::Mailbox { rank, lane, source };
             match memory.read(stream, place) {
                 Content::Announced { sequence, slot, bad } if sequence == due => (slot, bad),
@@ -238,8 +286,19 @@ impl Ranks {
         (0..self.world).map(one).collect()
     }
 
-    fn plan(&self, memory: &mut Memory, stream: usize, on: On, handle: u64) {
-        let refused = self.announced(memory, stream, on).iter().any(|&(_, bad)| bad);
+    fn plan(
+        &self,
+        memory: &mut Memory,
+        stream: usize,
+        on: On,
+        (handle, summary): (u64, Option<Summary>),
+    ) {
+        let announced = self.announced(memory, stream, on, true);
+        let refused = announced.iter().any(|&(_, bad)| bad);
+        if let Some(summary) = summary {
+            write_slots(on.report, announced.iter().map(|one| one.0));
+            summary.write();
+        }
         let at = Place::Handle { rank: on.rank, at: handle };
         memory.read(stream, at);
         memory.write(stream, at, Content::Routed { refused });
@@ -253,14 +312,22 @@ impl Ranks {
         stream: usize,
         on: On,
         (handle, payload, cached): (u64, u64, bool),
+        (first, tokens): (usize, usize),
     ) {
         let On { rank, lane, .. } = on;
         let routed = memory.read(stream, Place::Handle { rank, at: handle });
-        let targets = self.announced(memory, stream, on);
+        let targets = self.announced(memory, stream, on, cached);
         if routed != (Content::Routed { refused: true }) {
             memory.expect(stream, Place::User { at: payload }, Content::Value(payload));
             let content = Content::Received { lane, sequence: self.sequences[rank][lane] };
             for (owner, &(slot, _)) in targets.iter().enumerate() {
+                if self.is_far(rank, owner) {
+                    for part in parts(first, tokens) {
+                        let packed = Place::Packed { rank, lane, peer: owner, part };
+                        memory.write(stream, packed, content);
+                    }
+                    continue;
+                }
                 memory.write(stream, Place::Rows { rank: owner, slot, source: rank }, content);
             }
         }
@@ -306,9 +373,13 @@ impl Ranks {
 
     fn combine(&self, memory: &mut Memory, stream: usize, on: On, per_rank: bool, out: u64) {
         let (home, mut sum) = (on.rank, None);
-        let owners = self.announced(memory, stream, on);
+        let near = !self.has_far(home);
+        let owners = self.announced(memory, stream, on, near);
         for (rank, &(slot, _)) in owners.iter().enumerate() {
             let place = match per_rank {
+                _ if self.is_far(home, rank) => {
+                    Place::Staged { rank: home, lane: on.lane, owner: rank }
+                }
                 true => Place::Rows { rank, slot, source: home },
                 false => Place::Experts { rank, slot },
             };
@@ -320,7 +391,9 @@ impl Ranks {
             memory.same(place, content, first);
         }
         memory.write(stream, Place::User { at: out }, sum.unwrap_or_default());
-        report(on, verdict::OK);
+        if near {
+            report(on, verdict::OK);
+        }
     }
 
     fn experts(

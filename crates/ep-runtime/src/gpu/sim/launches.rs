@@ -10,6 +10,7 @@ use ep_transport::{Group, Queue};
 use super::device::{Devices, Rng};
 use super::effects::Ranks;
 use super::rank::{Layer, queue};
+use super::run::layer;
 use super::turns::{Mutant, Shared};
 use crate::gpu::Tuning;
 use crate::{
@@ -80,7 +81,7 @@ fn build(case: &Case, sms: u32, tuning: Tuning) -> Built {
         .expert_major(128)
         .payload(PayloadKind::Bf16)
         .payload(FP8);
-    let layer = Layer { shape, slots: 3, lanes: 1, sms, tuning, gpus: 1 };
+    let layer = Layer { shape, slots: 3, lanes: 1, sms, tuning, gpus: 1, ..layer(1) };
     let devices = Devices::new(Ranks::new(WORLD, 1), 1, 8, Rng::new(1));
     let shared = Arc::new(Shared::new(devices, Mutant::None, Rng::new(1)));
     let built: Vec<_> = std::thread::scope(|scope| {

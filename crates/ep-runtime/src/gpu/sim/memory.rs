@@ -39,6 +39,26 @@ pub enum Place {
         rank: usize,
         lane: usize,
     },
+    /// A part of the rows that are packed for a rank that is not mapped.
+    Packed {
+        rank: usize,
+        lane: usize,
+        peer: usize,
+        part: usize,
+    },
+    /// Rows that came home from a rank that is not mapped.
+    Staged {
+        rank: usize,
+        lane: usize,
+        owner: usize,
+    },
+    /// A block of an exchange on its way.
+    Wire {
+        from: usize,
+        to: usize,
+        number: u32,
+        index: usize,
+    },
     /// Payloads, ids and sums.
     User {
         at: u64,

@@ -8,6 +8,7 @@
 
 mod device;
 mod effects;
+mod far;
 mod launches;
 mod memory;
 mod program;

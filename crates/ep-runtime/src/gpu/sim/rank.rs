@@ -8,20 +8,22 @@ use cudarc::driver::sys::CUstream;
 use ep_kernels::cuda::moe::{MoeLaunch, MoeWork};
 use ep_kernels::cuda::{CudaError, Device, DeviceMemory, DeviceProperties, PointerPlace};
 use ep_transport::{
-    Beside, Deadline, Group, Link, Mapping, Memory, Pacing, Put, Queue, Reach, StreamSide,
-    ThreadTransport, Transport, TransportError, WindowSpec,
+    Beside, Deadline, Group, Link, Mapping, Memory, Pacing, Put, Queue, Reach, Receive, StreamSide,
+    ThreadTransport, Transport, WindowSpec,
 };
 use parking_lot::Mutex;
 
 use super::device::{Devices, Op};
 use super::effects::Effect;
+use super::far::{Block, Map, Places};
+use super::memory::Place;
 use super::turns::{How, Mutant, Shared};
 use crate::ep::Inner;
-use crate::gpu::build::{Parts, Sizes};
+use crate::gpu::build::{FarParts, Parts, Sizes};
 use crate::gpu::machine::{Machine, Point};
 use crate::gpu::{Gpu, Tuning};
 use crate::node::{Across, Hierarchy, Nodes};
-use crate::{Ep, MoeShape};
+use crate::{Ep, MoeShape, PayloadKind};
 
 type Driver<T> = Result<T, CudaError>;
 
@@ -142,6 +144,61 @@ struct SimulatedLink {
     spec: WindowSpec,
     ordinal: usize,
     pacing: Pacing,
+    map: Map,
+    nodes: Vec<usize>,
+    paired: bool,
+    /// Exchanges so far, by number.
+    exchanges: Mutex<Vec<u32>>,
+}
+
+impl SimulatedLink {
+    fn is_far(&self, peer: usize) -> bool {
+        self.nodes.get(peer) != self.nodes.get(self.group.rank())
+    }
+
+    /// What a block of a window is; anything else is a fault of the protocol.
+    fn places(&self, block: Block) -> Places {
+        self.map.places(block).unwrap_or_else(|| {
+            self.shared.with(|d| d.memory.fault(|| format!("{block:?} is nothing")));
+            Places::default()
+        })
+    }
+
+    fn carry(&self, queue: &Queue, from: Places, to: Places) {
+        let (stream, _) = queue.raw().expect("windows are carried by streams");
+        self.shared.submit(number(stream), Op::Work(Effect::Carry { from, to }));
+    }
+}
+
+/// An exchange is a block on the wire, a flag that is raised once, and its receipt.
+impl SimulatedLink {
+    fn wire(&self, from: usize, to: usize, flag: u32, index: usize) -> Places {
+        [Some(Place::Wire { from, to, number: flag, index }), None, None, None]
+    }
+
+    fn meet(&self, queue: &Queue, flag: u32, (sends, receives): (&[Put], &[Receive])) {
+        let (stream, me) = (number(queue.raw().expect("a stream").0), self.group.rank());
+        for (index, put) in sends.iter().enumerate() {
+            let index = index - sends.iter().position(|s| s.peer == put.peer).unwrap_or(0);
+            let block = Block { rank: me, other: put.peer, at: put.from, bytes: put.bytes };
+            let wire = self.wire(me, put.peer, flag, index);
+            self.carry(queue, self.places(block), wire);
+        }
+        let mut peers: Vec<usize> = sends.iter().map(|put| put.peer).collect();
+        peers.dedup();
+        for to in peers {
+            self.shared.submit(stream, Op::Signal { to, flag, from: me });
+        }
+        let mut sources: Vec<usize> = receives.iter().map(|receive| receive.peer).collect();
+        sources.dedup();
+        self.shared.submit(stream, Op::Wait { rank: me, flag, sources });
+        for (index, receive) in receives.iter().enumerate() {
+            let index = index - receives.iter().position(|r| r.peer == receive.peer).unwrap_or(0);
+            let (other, bytes) = (receive.peer, receive.bytes);
+            let block = Block { rank: me, other, at: receive.to, bytes };
+            self.carry(queue, self.wire(other, me, flag, index), self.places(block));
+        }
+    }
 }
 
 // SAFETY: nobody looks at the windows: whatever uses their addresses is simulated.
@@ -158,13 +215,41 @@ unsafe impl Link for SimulatedLink {
         Some(StreamSide { poisoned: 64, awaited: 128 })
     }
 
-    fn reach(&self, peer: usize) -> Reach {
-        Reach::Direct(window(peer, self.spec.bytes))
+    fn is_beside(&self, peer: usize) -> bool {
+        self.pacing.concerns(&[peer])
     }
 
-    fn put(&self, _: &Queue, _: Put) -> ep_transport::Result<()> {
-        let detail = "windows have no memory".into();
-        Err(TransportError::Unsupported { op: "put", detail })
+    fn reach(&self, peer: usize) -> Reach {
+        match (self.is_far(peer), self.paired) {
+            (true, true) => Reach::Paired,
+            (true, false) => Reach::Bulk,
+            (false, _) => Reach::Direct(window(peer, self.spec.bytes)),
+        }
+    }
+
+    fn put(&self, queue: &Queue, put: Put) -> ep_transport::Result<()> {
+        let (rank, Put { peer, from, to, bytes }) = (self.group.rank(), put);
+        let from = self.places(Block { rank, other: peer, at: from, bytes });
+        let to = self.places(Block { rank: peer, other: rank, at: to, bytes });
+        self.carry(queue, from, to);
+        Ok(())
+    }
+
+    fn exchange(
+        &self,
+        queue: &Queue,
+        _: &'static str,
+        number: u32,
+        blocks: (&[Put], &[Receive]),
+        _: Deadline,
+    ) -> ep_transport::Result<()> {
+        let mut exchanges = self.exchanges.lock();
+        let count = &mut exchanges[number as usize];
+        *count += 1;
+        let flag = self.spec.flags * *count + number;
+        drop(exchanges);
+        self.meet(queue, flag, blocks);
+        Ok(())
     }
 
     fn flush(&self, _: &Queue, _: Deadline) -> ep_transport::Result<()> {
@@ -221,12 +306,19 @@ pub struct Layer {
     pub sms: u32,
     pub tuning: Tuning,
     pub gpus: usize,
+    /// By rank; ranks of different ones are not mapped. All are if there are none.
+    pub nodes: Vec<usize>,
+    /// Those that are not mapped exchange rows.
+    pub paired: bool,
+    /// Rows for them go in parts.
+    pub in_parts: bool,
 }
 
 impl Layer {
-    /// Streams for the lanes of a rank.
+    /// Streams for the lanes of a rank, then, where some ranks are not mapped, as many again.
     pub fn streams(&self, shared: &Shared, rank: usize) -> Vec<usize> {
-        (0..self.lanes).map(|_| shared.with(|d| d.stream(rank % self.gpus))).collect()
+        let count = if self.nodes.is_empty() { self.lanes } else { 2 * self.lanes };
+        (0..count).map(|_| shared.with(|d| d.stream(rank % self.gpus))).collect()
     }
 
     /// This rank's layer, with its streams. All ranks call it at once.
@@ -241,7 +333,7 @@ impl Layer {
         let gpu = |rank: usize| rank % self.gpus;
         let sizes = (self.slots, self.lanes);
         let shape = self.shape.resolve(world, sizes, None).expect("a valid shape");
-        let window = shape.window(false).expect("a window");
+        let window = shape.window(!self.nodes.is_empty()).expect("a window");
         let flags = crate::notify::flags(self.lanes);
         let words = Pacing::bytes(flags, world).next_multiple_of(4096);
         let board = ThreadTransport::new()
@@ -256,22 +348,47 @@ impl Layer {
         let spec = WindowSpec { bytes: window.bytes, flags };
         let (shared, ordinal) = (shared.clone(), gpu(rank));
         let group = group.clone();
-        let link = SimulatedLink { shared: shared.clone(), group, spec, ordinal, pacing };
+        let map = Map {
+            window,
+            world,
+            lanes: self.lanes,
+            slots: self.slots,
+            stride: shape.formats(PayloadKind::Bf16).0.stride,
+        };
+        let (nodes, paired) = (self.nodes.clone(), self.paired);
+        let exchanges = Mutex::new(vec![0; flags as usize]);
+        let link = SimulatedLink {
+            shared: shared.clone(),
+            group,
+            spec,
+            ordinal,
+            pacing,
+            map,
+            nodes,
+            paired,
+            exchanges,
+        };
+        let far = (0..world).filter(|&peer| link.is_far(peer)).count();
         let (side, group) = (link.stream_side().expect("just said"), link.group.clone());
-        let across = Across::new(Nodes::new(&vec![0; world]), Hierarchy::Flat, rank);
+        let nodes = if self.nodes.is_empty() { vec![0; world] } else { self.nodes.clone() };
+        let across = Across::new(Nodes::new(&nodes), Hierarchy::Flat, rank);
         let mut inner = Inner::new(group, (Arc::new(link), across), shape, window, limit);
-        let sizes = Sizes::new(&inner.shape, 16, self.sms);
+        let sizes = Sizes::new(&inner.shape, 16, self.sms, !self.nodes.is_empty());
         let mut properties = DeviceProperties::h200();
         properties.ordinal = ordinal;
         properties.uuid[15] = ordinal as u8;
         let pinned = vec![0u64; sizes.pinned.div_ceil(8)];
         let memory = ((rank as u64 + 1) << 40, pinned.as_ptr() as u64);
         let log = Arc::<Mutex<Vec<MoeLaunch>>>::default();
-        let streams = streams.into_iter().map(handle).collect();
+        let mut streams: Vec<_> = streams.into_iter().map(handle).collect();
+        let carriers = streams.split_off(self.lanes);
+        let in_parts_from = if self.in_parts { 0 } else { usize::MAX };
+        let far = FarParts { ranks: far, carriers, in_parts_from };
         let machine = Simulated { shared, properties, log: log.clone(), _pinned: pinned };
         let gpu = Gpu::of(Parts {
             machine: Box::new(machine),
             streams,
+            far,
             sizes,
             memory,
             side,

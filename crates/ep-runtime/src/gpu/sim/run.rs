@@ -17,9 +17,10 @@ use crate::{
     RowsMut, combine_all, dispatch_all,
 };
 
-const TOKENS: usize = 4;
+pub const TOKENS: usize = 512;
 const HIDDEN: usize = 64;
-const TOPK: usize = 2;
+/// As many as ranks, so that a token may go to all.
+const TOPK: usize = 5;
 
 /// A group to be simulated.
 #[derive(Clone, Copy, Debug)]
@@ -30,6 +31,31 @@ pub struct Setting {
     pub queues: usize,
     pub mutant: Mutant,
     pub seed: u64,
+    pub far: Far,
+}
+
+/// Which ranks are not mapped.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Far {
+    #[default]
+    None,
+    /// Ranks of so many nodes, dealt by a seed, are put to.
+    Bulk { nodes: usize, in_parts: bool },
+    /// As that, but rows are exchanged.
+    Paired { nodes: usize, in_parts: bool },
+}
+
+impl Setting {
+    fn layer(&self) -> Layer {
+        let (nodes, in_parts, paired) = match self.far {
+            Far::None => return layer(self.gpus),
+            Far::Bulk { nodes, in_parts } => (nodes, in_parts, false),
+            Far::Paired { nodes, in_parts } => (nodes, in_parts, true),
+        };
+        let mut rng = Rng::new(!self.seed);
+        let nodes = (0..self.world).map(|_| rng.below(nodes)).collect();
+        Layer { nodes, paired, in_parts, ..layer(self.gpus) }
+    }
 }
 
 pub fn layer(gpus: usize) -> Layer {
@@ -37,7 +63,9 @@ pub fn layer(gpus: usize) -> Layer {
         .max_tokens(TOKENS)
         .expert_major(8)
         .payload(PayloadKind::Bf16);
-    Layer { shape, slots: SLOTS, lanes: LANES, sms: 16, tuning: Tuning::default(), gpus }
+    let (tuning, nodes) = (Tuning::default(), Vec::new());
+    let (slots, lanes, sms) = (SLOTS, LANES, 16);
+    Layer { shape, slots, lanes, sms, tuning, gpus, nodes, paired: false, in_parts: false }
 }
 
 /// A rank with what it has in flight.
@@ -209,7 +237,7 @@ impl Rank {
 /// Builds the ranks of a group.
 pub fn build(setting: &Setting, layer: &Layer) -> (Arc<Shared>, Vec<Rank>) {
     let mut rng = Rng::new(setting.seed);
-    let ranks = Ranks::new(setting.world, layer.lanes);
+    let ranks = Ranks::new(setting.world, layer.lanes).apart(&layer.nodes);
     let seed = rng.below(1 << 30) as u64;
     let devices = Devices::new(ranks, setting.gpus, setting.queues, Rng::new(seed));
     let shared = Arc::new(Shared::new(devices, setting.mutant, rng));
@@ -233,7 +261,7 @@ pub fn build(setting: &Setting, layer: &Layer) -> (Arc<Shared>, Vec<Rank>) {
 
 /// Makes the calls on every rank, each a thread of its own.
 pub fn as_threads(setting: &Setting, calls: &[Call]) -> Outcome {
-    let (shared, mut ranks) = build(setting, &layer(setting.gpus));
+    let (shared, mut ranks) = build(setting, &setting.layer());
     shared.expect(setting.world);
     std::thread::scope(|scope| {
         for rank in &mut ranks {
@@ -260,7 +288,7 @@ pub fn as_threads(setting: &Setting, calls: &[Call]) -> Outcome {
 
 /// Makes the calls for all ranks on one thread, phase by phase, on one stream.
 pub fn phase_by_phase(setting: &Setting, calls: &[Call]) -> Outcome {
-    let (shared, mut ranks) = build(setting, &layer(setting.gpus));
+    let (shared, mut ranks) = build(setting, &setting.layer());
     let stream = ranks[0].streams[0];
     ranks.iter_mut().for_each(|rank| rank.streams = [stream; 2]);
     shared.expect(1);

@@ -2,14 +2,14 @@
 
 use super::device::Rng;
 use super::program::calls;
-use super::run::{Setting, as_threads, phase_by_phase};
+use super::run::{Far, Setting, as_threads, phase_by_phase};
 use super::turns::{Mutant, Outcome};
 
 fn setting(seed: u64, mutant: Mutant) -> Setting {
     let mut rng = Rng::new(seed.wrapping_add(77));
     let world = 2 + rng.below(4);
     let gpus = 1 + rng.below(2.min(world - 1));
-    Setting { world, gpus, queues: [1, 1, 2, 3, 8][rng.below(5)], mutant, seed }
+    Setting { world, gpus, queues: [1, 1, 2, 3, 8][rng.below(5)], mutant, seed, far: Far::None }
 }
 
 fn run(setting: &Setting) -> Outcome {
@@ -37,6 +37,49 @@ fn ranks_as_threads_come_to_an_end_and_touch_nothing_too_early() {
         let setting = setting(seed, Mutant::None);
         is_clean(&setting, &run(&setting));
     }
+}
+
+/// Ranks of several nodes, of which those that exchange rows have GPUs of their own.
+fn apart(seed: u64, mutant: Mutant) -> Setting {
+    let (nodes, in_parts) = (2 + seed as usize % 2, (seed / 2).is_multiple_of(2));
+    let setting = setting(seed, mutant);
+    match seed / 4 % 3 {
+        0 => {
+            let far = Far::Paired { nodes, in_parts };
+            Setting { gpus: setting.world, far, ..setting }
+        }
+        _ => Setting { far: Far::Bulk { nodes, in_parts }, ..setting },
+    }
+}
+
+#[test]
+fn ranks_that_are_not_mapped_come_to_an_end_and_touch_nothing_too_early() {
+    for seed in seeds(120) {
+        let setting = apart(seed, Mutant::None);
+        is_clean(&setting, &run(&setting));
+    }
+}
+
+#[test]
+fn one_thread_drives_ranks_that_are_not_mapped() {
+    for seed in seeds(40) {
+        let setting = Setting { gpus: 1, ..apart(seed, Mutant::None) };
+        // Ranks that exchange have GPUs of their own, which takes a stream of each.
+        if matches!(setting.far, Far::Paired { .. }) {
+            continue;
+        }
+        let calls = calls(&mut Rng::new(setting.seed), 20, true);
+        is_clean(&setting, &phase_by_phase(&setting, &calls));
+    }
+}
+
+#[test]
+fn rows_that_are_sent_while_they_are_packed_are_found() {
+    let early = |outcome: &Outcome| {
+        outcome.faults.iter().any(|f| f.contains("Packed") && f.contains("beside"))
+    };
+    let on = |seed: u64| Setting { queues: 8, ..apart(4 * (3 * seed + 1), Mutant::NoOrders) };
+    assert!((0..40).any(|seed| early(&run(&on(seed)))));
 }
 
 #[test]

@@ -201,7 +201,8 @@ fn tuned(
     able: &(dyn Fn(usize) -> bool + Sync),
 ) -> (Vec<Tuned>, Outcome) {
     let world = settings.len();
-    let setting = Setting { world, gpus: world, queues: 2, mutant: Mutant::None, seed };
+    let far = Default::default();
+    let setting = Setting { world, gpus: world, queues: 2, mutant: Mutant::None, seed, far };
     let (shared, ranks) = build(&setting, &Layer { gpus: world, ..layer.clone() });
     let board = Board::default();
     shared.expect(world);

@@ -1,0 +1,188 @@
+//! Exchanges end: a thread that aborts communicators when the group has failed or an exchange takes
+//! longer than it may, and passes failures between the group and that of the node.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+
+use super::link::Comms;
+use crate::nvlink::watchdog::Shared;
+use crate::{Fault, Group, Result, TransportError};
+
+/// How often words and communicators are looked at.
+const LOOKING: Duration = Duration::from_millis(5);
+
+/// What the caller told of the exchanges of a number.
+type Expected = (Duration, &'static str);
+
+/// An exchange that has begun and not ended, and since when it looks so.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Pending(Option<(u32, Instant)>);
+
+impl Pending {
+    /// Notes how many exchanges began and ended, one each. True if one is under way for longer than
+    /// allowed.
+    pub fn stuck(&mut self, told: u32, allowed: Duration, now: Instant) -> bool {
+        let under_way = told % 2 == 1;
+        match self.0 {
+            _ if !under_way => self.0 = None,
+            Some((before, since)) if before == told => {
+                return now.duration_since(since) > allowed;
+            }
+            _ => self.0 = Some((told, now)),
+        }
+        false
+    }
+}
+
+#[derive(Debug)]
+struct Watched {
+    group: Group,
+    near: Group,
+    /// The number in the group of each rank of this node.
+    globals: Vec<usize>,
+    paired: Vec<usize>,
+    board: Arc<Shared>,
+    comms: Arc<Comms>,
+    expected: Mutex<Vec<Expected>>,
+    stop: AtomicBool,
+}
+
+/// The thread, stopped when this drops.
+#[derive(Debug)]
+pub(super) struct Watch {
+    watched: Arc<Watched>,
+    thread: Mutex<Option<std::thread::JoinHandle<()>>>,
+}
+
+impl Watch {
+    pub fn start(
+        (group, near): (&Group, Group),
+        (globals, paired): (Vec<usize>, Vec<usize>),
+        board: Arc<Shared>,
+        comms: Arc<Comms>,
+    ) -> Result<Self> {
+        let expected = vec![(Duration::MAX, "an exchange"); board.board.flags() as usize];
+        let watched = Arc::new(Watched {
+            group: group.clone(),
+            near,
+            globals,
+            paired,
+            board,
+            comms,
+            expected: Mutex::new(expected),
+            stop: AtomicBool::new(false),
+        });
+        let of_thread = watched.clone();
+        let thread = std::thread::Builder::new()
+            .name("ep-nccl-watch".into())
+            .spawn(move || of_thread.run())
+            .map_err(|e| {
+                let code = e.raw_os_error().unwrap_or(libc::EAGAIN);
+                let detail = "starting a thread".into();
+                TransportError::Os { op: "open", peer: None, code, detail }
+            })?;
+        Ok(Self { watched, thread: Mutex::new(Some(thread)) })
+    }
+
+    /// An exchange is about to be submitted that may take so long.
+    pub fn expect(&self, number: u32, op: &'static str, allowed: Duration) {
+        self.watched.expected.lock()[number as usize] = (allowed, op);
+    }
+
+    pub fn stop(&self) {
+        self.watched.stop.store(true, Ordering::Release);
+        if let Some(thread) = self.thread.lock().take()
+            && thread.thread().id() != std::thread::current().id()
+        {
+            thread.thread().unpark();
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Drop for Watch {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}
+
+impl Watched {
+    fn run(&self) {
+        let mut pending = vec![Pending::default(); self.board.board.flags() as usize];
+        while !self.stop.load(Ordering::Acquire) {
+            if let Some(error) = self.look(&mut pending) {
+                self.group.report(&error);
+                self.end();
+                return;
+            }
+            std::thread::park_timeout(LOOKING);
+        }
+    }
+
+    /// Why exchanges have to end, if they have.
+    fn look(&self, pending: &mut [Pending]) -> Option<TransportError> {
+        self.pass_on();
+        let now = Instant::now();
+        let mut waits = false;
+        for (number, pending) in pending.iter_mut().enumerate() {
+            let (allowed, op) = self.expected.lock()[number];
+            let told = self.board.board.exchanging(number as u32);
+            waits |= told % 2 == 1;
+            if pending.stuck(told, allowed, now) {
+                let (peers, hint) = (self.paired.clone(), " (exchanged with on a stream)".into());
+                return Some(TransportError::Timeout { op, peers, after: allowed, hint });
+            }
+        }
+        let absent: &[usize] = if waits { &self.paired } else { &[] };
+        let health = self.group.health().check_waiting("exchange", absent);
+        health.and_then(|()| self.comms.async_error()).err()
+    }
+
+    /// What the node's group has heard, in the numbers of the whole group.
+    fn pass_on(&self) {
+        match self.near.health().check("exchange") {
+            Ok(()) => {}
+            Err(TransportError::Aborted { by, blames, why, .. }) => {
+                let global = |rank: usize| self.globals[rank];
+                let (by, blames) = (global(by), blames.map(global));
+                self.group.fail(Fault { by, blames, why });
+            }
+            Err(error) => {
+                let blames = error.peer().map(|rank| self.globals[rank]);
+                self.group.fail(Fault { by: self.group.rank(), blames, why: error.to_string() });
+            }
+        }
+    }
+
+    /// Ends what is on streams: first the word that keeps kernels from what did not arrive.
+    fn end(&self) {
+        self.board.board.poison();
+        let why = match self.group.health().check("exchange") {
+            Ok(()) => "the group has failed".to_string(),
+            Err(e) => e.to_string(),
+        };
+        self.near.abort(&why);
+        self.comms.abort();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_exchange_is_stuck_when_it_does_not_end_in_time() {
+        let (start, allowed) = (Instant::now(), Duration::from_millis(10));
+        let mut pending = Pending::default();
+        let mut at = |told, ms| pending.stuck(told, allowed, start + Duration::from_millis(ms));
+        assert!(!at(0, 0) && !at(1, 5) && !at(1, 15));
+        // The next one has begun meanwhile.
+        assert!(!at(3, 16) && !at(3, 26));
+        assert!(at(3, 27));
+        assert!(!at(4, 60) && !at(5, 61) && !at(5, 71));
+        assert!(at(5, 72));
+    }
+}
