@@ -7,7 +7,7 @@
 use std::sync::Arc;
 
 use ep_kernels::host::{self, ExpertRows, Source, Target};
-use ep_kernels::{ExpertFormat, IdError, PayloadKind, RecordFormat};
+use ep_kernels::{ExpertFormat, PayloadKind, RecordFormat};
 use ep_transport::Queue;
 
 use crate::ep::Inner;
@@ -215,7 +215,7 @@ impl Posted {
                 let (k, placement) = (shape.topk, &shape.placement);
                 let routed = new.send.compute(*ids, k, placement, ep.rank(), opts.physical_ids);
                 if let Err(e) = routed {
-                    set_status(&mut header, &e)?;
+                    notify::set_status(&mut header, &e)?;
                 }
                 if ep.across.hierarchical {
                     new.crossing.lay_out(&new.send, &ep.across.nodes, ep.rank());
@@ -390,18 +390,6 @@ pub(crate) fn host_queue(op: &'static str, queue: &Queue) -> Result<()> {
         return Ok(());
     }
     Err(EpError::argument(op, "the layer works on the host: pass Queue::host()"))
-}
-
-fn set_status(header: &mut Header, error: &IdError) -> Result<()> {
-    let (status, token, id) = match *error {
-        IdError::OutOfRange { token, id, .. } => (notify::STATUS_RANGE, token, id),
-        IdError::Duplicate { token, id } => (notify::STATUS_DUPLICATE, token, id),
-        _ => return Err(EpError::argument(OP, error.to_string())),
-    };
-    header.status = status;
-    header.bad_token = token as u32;
-    header.bad_id = id;
-    Ok(())
 }
 
 impl DispatchSend {

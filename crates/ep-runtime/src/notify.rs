@@ -14,7 +14,7 @@
 //! A rank announces its next operation on a lane only after it has consumed `Done` from every peer,
 //! so an announcement never overwrites one that is still being read, and no flag is raised twice.
 
-use ep_kernels::CountMatrix;
+use ep_kernels::{CountMatrix, IdError};
 
 use crate::shape::Resolved;
 use crate::{EpError, Result};
@@ -230,5 +230,17 @@ pub(crate) fn capacity(
         let rows = |r| matrix.expert_rows(r, alignment);
         over("expert-major rows", "max_expert_rows", reserved, &rows)?;
     }
+    Ok(())
+}
+/// Says in an announcement what is wrong with the ids.
+pub(crate) fn set_status(header: &mut Header, error: &IdError) -> Result<()> {
+    let (status, token, id) = match *error {
+        IdError::OutOfRange { token, id, .. } => (STATUS_RANGE, token, id),
+        IdError::Duplicate { token, id } => (STATUS_DUPLICATE, token, id),
+        _ => return Err(EpError::argument("dispatch", error.to_string())),
+    };
+    header.status = status;
+    header.bad_token = token as u32;
+    header.bad_id = id;
     Ok(())
 }

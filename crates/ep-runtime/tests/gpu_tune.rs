@@ -131,11 +131,13 @@ fn a_second_layer_takes_what_the_first_one_found() {
     let (without, shipped) = tuned.build(&builder);
     let all = |plans: &[PlanInForce], origin| plans.iter().all(|plan| plan.origin == origin);
     assert!(all(&shipped, PlanOrigin::Shipped));
-    for policy in [SmPolicy::Shared, SmPolicy::Partition { sms: 16 }, SmPolicy::Margin { sms: 24 }]
-    {
+    let beside = [SmPolicy::Partition { sms: 16 }, SmPolicy::Margin { sms: 24 }];
+    // Plans for as many blocks beside compute are the same ones, however SMs are set aside.
+    let origins = [PlanOrigin::Searched, PlanOrigin::Searched, PlanOrigin::Cached];
+    for (policy, origin) in std::iter::once(SmPolicy::Shared).chain(beside).zip(origins) {
         (tuned.policy, tuned.mode) = (policy, SEARCH);
         let (searching, found) = tuned.build(&builder);
-        assert!(all(&found, PlanOrigin::Searched), "{policy}: {found:?}");
+        assert!(all(&found, origin), "{policy}: {found:?}");
         assert!(searching < without + Duration::from_secs(8), "{policy}: {searching:?}");
         let (cached, again) = tuned.build(&builder);
         assert!(all(&again, PlanOrigin::Cached), "{policy}: {again:?}");
