@@ -6,13 +6,13 @@ mod common;
 
 use std::time::{Duration, Instant};
 
+use common::eps_of;
 use common::exercise::{How, check};
 use common::gpu::Gpus;
 use common::gpu_small::{Graph, LIMIT, Rank, capacity, gpus, plain};
 use common::ground::{Ground, Grounds};
 use common::small::{Tokens, assert_argument, builder, opts};
-use common::{Nodes, eps_of};
-use ep_bench::oracle::{Float, JobSpec, Mode, Payload as Kind, PlacementSpec, Routing};
+use ep_bench::oracle::{JobSpec, Payload as Kind, PlacementSpec, Routing};
 use ep_runtime::{EpBuilder, EpError, NvlinkTransport, Route};
 
 /// As many as a random shape has at most.
@@ -47,22 +47,6 @@ const ALONE: fn(usize, usize) -> usize = |rank, _| rank;
 const TOGETHER: [fn(usize, usize) -> usize; 3] =
     [|rank, world| 2 * rank / world, |rank, _| rank % 2, |rank, _| rank.min(1)];
 
-fn how(seed: u64) -> How {
-    let mode = [Mode::RankMajor, Mode::ExpertExact, Mode::ExpertReduced][seed as usize % 3];
-    let bit = |n: u64| (seed / 3) >> n & 1 == 1;
-    How {
-        mode,
-        float: Float::ALL[(seed / 9) as usize % 3],
-        weighted: bit(0) && mode != Mode::RankMajor,
-        biases: (seed % 3) as usize,
-        capacity: bit(1),
-        nodes: Nodes::Mapped,
-        hierarchy: ep_runtime::Hierarchy::Flat,
-        node_reduced: false,
-        narrow_ids: bit(2),
-    }
-}
-
 fn number(name: &str, default: u64) -> u64 {
     std::env::var(name).ok().and_then(|n| n.parse().ok()).unwrap_or(default)
 }
@@ -72,7 +56,7 @@ fn random(cases: u64, mut each: impl FnMut(u64, &ep_bench::oracle::Job)) {
     let first = number("EP_GPU_FIRST", 0);
     for seed in first..first + number("EP_GPU_CASES", cases) {
         let job = JobSpec::random(seed).build();
-        println!("case {seed}: {} ranks, {:?}", job.ranks, how(seed));
+        println!("case {seed}: {} ranks, {:?}", job.ranks, How::of(seed));
         each(seed, &job);
     }
 }
@@ -80,7 +64,7 @@ fn random(cases: u64, mut each: impl FnMut(u64, &ep_bench::oracle::Job)) {
 #[test]
 fn ranks_that_are_put_to_equal_the_oracle() {
     let Some(gpus) = Gpus::new(RANKS, 128 << 20) else { return };
-    random(60, |seed, job| check(job, how(seed), seed, &Apart { gpus: &gpus, node: ALONE }));
+    random(60, |seed, job| check(job, How::of(seed), seed, &Apart { gpus: &gpus, node: ALONE }));
 }
 
 #[test]
@@ -88,7 +72,7 @@ fn mapped_ranks_and_others_in_one_call_equal_the_oracle() {
     let Some(gpus) = Gpus::new(RANKS, 128 << 20) else { return };
     random(60, |seed, job| {
         let node = TOGETHER[seed as usize % TOGETHER.len()];
-        check(job, how(seed), seed, &Apart { gpus: &gpus, node });
+        check(job, How::of(seed), seed, &Apart { gpus: &gpus, node });
     });
 }
 
@@ -117,7 +101,7 @@ fn rows_that_go_in_parts_equal_the_oracle() {
     let Some(gpus) = Gpus::new(4, 512 << 20) else { return };
     for (seed, (ranks, node)) in (0u64..).zip([(2, ALONE), (3, ALONE), (4, TOGETHER[1])]) {
         let job = large(ranks, seed).build();
-        check(&job, how(3 * seed + seed), seed, &Apart { gpus: &gpus, node });
+        check(&job, How::of(3 * seed + seed), seed, &Apart { gpus: &gpus, node });
     }
 }
 
@@ -258,12 +242,12 @@ mod nccl {
             let tokens = [[13, 9], [0, 21], [7, 7]][seed as usize % 3];
             let tokens = (0..world).map(|rank| tokens[rank % 2]).collect();
             let spec = JobSpec { ranks: world, tokens, ..JobSpec::random(seed) };
-            check(&spec.build(), how(seed), seed, &Paired(&gpus));
+            check(&spec.build(), How::of(seed), seed, &Paired(&gpus));
         });
         for seed in 0..3 {
             let job = large(world.min(4), seed).build();
             if job.ranks == world {
-                check(&job, how(4 * seed), seed, &Paired(&gpus));
+                check(&job, How::of(4 * seed), seed, &Paired(&gpus));
             }
         }
     }

@@ -4,30 +4,13 @@
 
 mod common;
 
-use common::Nodes;
 use common::exercise::{How, check};
 use common::gpu::Gpus;
-use ep_bench::oracle::{Float, JobSpec, Mode};
+use ep_bench::oracle::JobSpec;
 use ep_runtime::{CopyPath, MovePlan, Tuning};
 
 /// As many as a random shape has at most.
 const RANKS: usize = 16;
-
-fn how(seed: u64) -> How {
-    let mode = [Mode::RankMajor, Mode::ExpertExact, Mode::ExpertReduced][seed as usize % 3];
-    let bit = |n: u64| (seed / 3) >> n & 1 == 1;
-    How {
-        mode,
-        float: Float::ALL[(seed / 9) as usize % 3],
-        weighted: bit(0) && mode != Mode::RankMajor,
-        biases: (seed % 3) as usize,
-        capacity: bit(1),
-        nodes: Nodes::Mapped,
-        hierarchy: ep_runtime::Hierarchy::Flat,
-        node_reduced: false,
-        narrow_ids: bit(2),
-    }
-}
 
 fn number(name: &str, default: u64) -> u64 {
     std::env::var(name).ok().and_then(|n| n.parse().ok()).unwrap_or(default)
@@ -44,8 +27,8 @@ fn every_shape_equals_the_oracle() {
         if job.ranks as u64 > number("EP_GPU_RANKS", 16) {
             continue;
         }
-        println!("case {seed}: {} ranks, {:?}", job.ranks, how(seed));
-        check(&job, how(seed), seed, &gpus);
+        println!("case {seed}: {} ranks, {:?}", job.ranks, How::of(seed));
+        check(&job, How::of(seed), seed, &gpus);
     }
 }
 
@@ -75,7 +58,7 @@ fn every_plan_equals_the_oracle() {
         gpus.set_tuning(tuning, blocks.min(16));
         for seed in 0..number("EP_GPU_PLAN_CASES", 18) {
             let job = JobSpec::random(1_000 * i + seed).build();
-            check(&job, how(seed), seed, &gpus);
+            check(&job, How::of(seed), seed, &gpus);
         }
     }
 }

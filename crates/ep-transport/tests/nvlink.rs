@@ -41,6 +41,13 @@ fn count() -> Result<usize, String> {
 fn gpus(least: usize) -> Option<(usize, MutexGuard<'static, ()>)> {
     static TURN: Mutex<()> = Mutex::new(());
     let turn = TURN.lock().unwrap_or_else(|broken| broken.into_inner());
+    // Some checks wait on one stream before they signal on another, which a shared hardware queue does
+    // not forgive: with eight, ranks that share a GPU ran out of them.
+    const CONNECTIONS: &str = "CUDA_DEVICE_MAX_CONNECTIONS";
+    if std::env::var_os(CONNECTIONS).is_none() {
+        // SAFETY: tests that use the environment or the driver hold the lock.
+        unsafe { std::env::set_var(CONNECTIONS, "32") };
+    }
     match count() {
         Ok(gpus) if gpus >= least => Some((gpus, turn)),
         Ok(gpus) => {

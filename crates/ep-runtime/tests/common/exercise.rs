@@ -26,6 +26,25 @@ pub struct How {
 }
 
 impl How {
+    /// One of the ways, by seed, on mapped ranks.
+    pub fn of(seed: u64) -> Self {
+        let mode = [Mode::RankMajor, Mode::ExpertExact, Mode::ExpertReduced][seed as usize % 3];
+        let bit = |n: u64| (seed / 3) >> n & 1 == 1;
+        Self {
+            mode,
+            float: Float::ALL[(seed / 9) as usize % 3],
+            weighted: bit(0) && mode != Mode::RankMajor,
+            biases: (seed % 3) as usize,
+            capacity: bit(1),
+            nodes: Nodes::Mapped,
+            hierarchy: ep_runtime::Hierarchy::Flat,
+            node_reduced: false,
+            narrow_ids: bit(2),
+        }
+    }
+}
+
+impl How {
     fn layout(&self, job: &Job) -> Layout {
         match self.mode {
             Mode::RankMajor => Layout::RankMajor,
