@@ -6,7 +6,7 @@ mod common;
 
 use common::exercise::{How, check};
 use common::gpu::Gpus;
-use ep_bench::oracle::JobSpec;
+use ep_bench::oracle::{JobSpec, Payload, Routing};
 use ep_runtime::{CopyPath, MovePlan, Tuning};
 
 /// As many as a random shape has at most.
@@ -29,6 +29,39 @@ fn every_shape_equals_the_oracle() {
         }
         println!("case {seed}: {} ranks, {:?}", job.ranks, How::of(seed));
         check(&job, How::of(seed), seed, &gpus);
+    }
+}
+
+/// Shapes as models have them: wide rows that are no multiple of a piece, many experts and choices, many
+/// tokens, ranks without any.
+fn large(seed: u64) -> JobSpec {
+    // Hidden, experts, top-k, tokens by rank.
+    let (hidden, experts, topk, tokens): (usize, usize, usize, &[usize]) = match seed % 6 {
+        0 => (2880, 128, 4, &[411, 0, 97]),
+        1 => (3584, 64, 8, &[129, 300, 1, 0, 77]),
+        2 => (32, 448, 32, &[20_000, 7]),
+        3 => (7168, 256, 8, &[333, 512]),
+        4 => (64, 448, 1, &[0, 9_001, 20_000]),
+        _ => (1024, 60, 17, &[640, 2, 0, 511, 64, 63]),
+    };
+    JobSpec {
+        ranks: tokens.len(),
+        experts,
+        topk,
+        units: hidden / 8,
+        payload: Payload::Bf16,
+        routing: if seed % 4 == 3 { Routing::OneRank(0) } else { Routing::Uniform },
+        tokens: tokens.to_vec(),
+        ..JobSpec::random(seed)
+    }
+}
+
+#[test]
+fn large_shapes_equal_the_oracle() {
+    let Some(gpus) = Gpus::new(6, 1 << 30) else { return };
+    for seed in 0..number("EP_GPU_LARGE", 12) {
+        println!("large case {seed}: {:?}", How::of(seed));
+        check(&large(seed).build(), How::of(seed), seed, &gpus);
     }
 }
 
