@@ -78,7 +78,7 @@ pub struct GpuArgs {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum Transport {
-    /// The best this machine and build have.
+    /// Shared memory of this host, which runs anywhere.
     Auto,
     /// Shared memory of this host.
     Host,

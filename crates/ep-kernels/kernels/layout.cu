@@ -263,7 +263,7 @@ extern "C" __global__ void __launch_bounds__(512, 1)
         u32 *counts = (u32 *)(to + sizeof(MoeHeader));
         for (u32 c = threadIdx.x; c < columns; c += blockDim.x)
             counts[c] = good ? tiles_total(t, c, gridDim.x) : 0;
-        if (threadIdx.x == 0) *(MoeHeader *)to = header;
+        if (threadIdx.x == 0) moe_announce_to(to, header);
     }
     if (blockIdx.x == 0) {
         for (u32 c = threadIdx.x; c < columns; c += blockDim.x) {

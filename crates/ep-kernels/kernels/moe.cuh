@@ -195,6 +195,16 @@ __device__ inline u64 moe_expert_rows(const MoeShape &shape, const MoeOp &op, u3
     return moe_rank_rows(shape, op, rank) + shape.expert_region;
 }
 
+// Writes an announcement. Its first sixteen bytes, slot and sequence among them, become visible at once:
+// who finds the sequence of an operation finds its slot, also where a wait was released too early.
+__device__ inline void moe_announce_to(u64 to, const MoeHeader &header) {
+    const u32 *words = (const u32 *)&header;
+    for (u32 w = 4; w < sizeof(MoeHeader) / 4; w++) ((u32 *)to)[w] = words[w];
+    asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(to), "r"(words[0]), "r"(words[1]), "r"(words[2]),
+                 "r"(words[3])
+                 : "memory");
+}
+
 // Whether the announcements of all ranks agree, as far as this thread looked: all of a block look, and
 // every rank finds the same, since all hold the same announcements. They were published before their
 // flags, for which the stream waited before this kernel; they stay until this rank raises Done, which

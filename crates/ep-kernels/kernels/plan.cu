@@ -71,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(1024, 1)
         u64 window = moe_window(p.shape, peer);
         // Who is not mapped gets a copy of what this rank tells itself.
         if (!window) continue;
-        *(MoeHeader *)(window + (p.op.mailboxes - own) + p.shape.rank * p.shape.message) = header;
+        moe_announce_to(window + (p.op.mailboxes - own) + p.shape.rank * p.shape.message, header);
     }
     moe_awaits(p.shape, p.op, MOE_POSTED, header.sequence);
     __syncthreads();

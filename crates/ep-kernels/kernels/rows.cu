@@ -53,7 +53,8 @@ __device__ void rows_report(Params p) {
 }
 
 // For dispatch, where this rank's rows start at each rank, or in staging for one that is not mapped; then
-// each rank's first expert and how many it has. The barrier of `rows_may_move` follows.
+// each rank's first expert and how many it has. Behind the check: until then an announcement may be an
+// earlier one, whose slot is no longer offered. A barrier of the block.
 template <bool EXPAND>
 __device__ void rows_fill_table(Params p, u64 *table) {
     if (!EXPAND) {
@@ -71,6 +72,7 @@ __device__ void rows_fill_table(Params p, u64 *table) {
         table[0] = moe_rank_rows(p.shape, p.op, p.shape.rank);
         table[1] = moe_expert_rows(p.shape, p.op, p.shape.rank);
     }
+    __syncthreads();
 }
 
 template <bool EXPAND>
@@ -252,8 +254,8 @@ __device__ void rows_tma(Params p) {
     u32 warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x & 31;
     u64 *table = (u64 *)(shared + (u64)warps * STAGES * p.chunk);
     u64 *barriers = table + (EXPAND ? 2 : 2 * p.shape.world);
-    rows_fill_table<EXPAND>(p, table);
     if (!rows_may_move<EXPAND>(p)) return;
+    rows_fill_table<EXPAND>(p, table);
     u32 buffer = ep_shared(shared) + warp * STAGES * p.chunk;
     u32 barrier = ep_shared(barriers) + warp * STAGES * 8;
     if (lane == 0) {
@@ -328,8 +330,8 @@ template <bool EXPAND, int UNROLL>
 __device__ void rows_ldst(Params p) {
     extern __shared__ __align__(128) unsigned char shared[];
     u64 *table = (u64 *)shared;
-    rows_fill_table<EXPAND>(p, table);
     if (!rows_may_move<EXPAND>(p)) return;
+    rows_fill_table<EXPAND>(p, table);
     u32 warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x & 31;
     u32 rows = rows_count<EXPAND>(p), quads = p.row.payload_bytes / 16, width = rows_width<EXPAND>(p);
     for (u64 row = blockIdx.x * warps + warp; row < rows; row += (u64)gridDim.x * warps) {

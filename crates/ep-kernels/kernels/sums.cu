@@ -74,7 +74,7 @@ __device__ inline void sums_report(Params p) {
 }
 
 // Where the rows of each rank start; those of a rank that is not mapped were put into this rank's staging.
-// The barrier of `sums_may_run` follows.
+// Behind the check, as `rows_fill_table`; a barrier of the block.
 __device__ void sums_fill_table(Params p, u64 *table) {
     if (p.mode == LOCAL) {
         u64 own = ((const u64 *)p.shape.windows)[p.shape.rank] + p.shape.slots_at + p.slot * p.shape.slot_bytes;
@@ -89,6 +89,7 @@ __device__ void sums_fill_table(Params p, u64 *table) {
             table[r] = rows + (u64)before * p.from.stride;
         }
     }
+    __syncthreads();
 }
 
 __device__ inline u32 sums_tokens(Params p) {
@@ -268,8 +269,8 @@ __device__ void sums_tma(Params p) {
     u64 *table = (u64 *)(shared + (u64)warps * STAGES * chunk);
     u64 *barriers = table + (p.mode == LOCAL ? 2 : p.shape.world);
     u32 *counted = (u32 *)(barriers + warps * STAGES) + warp * SUMS_AHEAD;
-    sums_fill_table(p, table);
     if (!sums_may_run(p)) return;
+    sums_fill_table(p, table);
     u32 buffer = ep_shared(shared) + warp * STAGES * chunk;
     u32 barrier = ep_shared(barriers) + warp * STAGES * 8;
     if (lane < STAGES) {
@@ -387,6 +388,8 @@ __device__ void sums_tma(Params p) {
         sums_store<DTYPE, VECTORS>(to, done, here);
     };
     while (walk.row < tokens) {
+        // The last stage of the item before may have been read by some lanes only.
+        __syncwarp();
         pump();
         __syncwarp();
         u32 token = walk.row, rows = counted[heard % SUMS_AHEAD], all = rows + p.biases;
@@ -410,8 +413,8 @@ template <int DTYPE, int UNROLL>
 __device__ void sums_ldst(Params p) {
     extern __shared__ __align__(128) unsigned char shared[];
     u64 *table = (u64 *)shared;
-    sums_fill_table(p, table);
     if (!sums_may_run(p)) return;
+    sums_fill_table(p, table);
     u32 warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x & 31;
     u32 tokens = sums_tokens(p), quads = p.row_bytes / 16;
     for (u64 token = blockIdx.x * warps + warp; token < tokens; token += (u64)gridDim.x * warps) {

@@ -65,8 +65,8 @@ pub struct EpBuilder {
 }
 
 impl EpBuilder {
-    /// Three slots, two lanes, 30 s for an operation and 120 s to connect, on the host, by the
-    /// transport that fits the group.
+    /// Three slots, two lanes, 16 handles, 30 s for an operation and 120 s to connect, on the host, by
+    /// the transport that fits the group; on a GPU shared SMs and launch plans that ship or are cached.
     pub fn new(shape: MoeShape) -> Self {
         Self {
             shape,
@@ -92,8 +92,8 @@ impl EpBuilder {
         self
     }
 
-    /// How bytes reach the peers. By default threads of one process share memory, and processes of
-    /// one host share memory files.
+    /// How bytes reach the peers. By default threads of one process share memory, processes of one host
+    /// share memory files, and GPUs map each other's memory over NVLink.
     pub fn transport(mut self, transport: impl Transport + 'static) -> Self {
         self.transport = Some(Arc::new(transport));
         self
@@ -167,7 +167,9 @@ impl EpBuilder {
     ///
     /// # Errors
     /// Bad arguments at once; [`EpError::Disagreement`] on every rank when the ranks were
-    /// configured differently; what the transport says otherwise.
+    /// configured differently; what the transport says otherwise. On a GPU also SMs that are taken or a
+    /// policy they do not allow ([`EpError::SmsTaken`], [`EpError::SmPolicy`]), a bad `EP_TUNE`, and a
+    /// driver, compiler or memory that is not there. A search for launch plans takes seconds.
     pub fn build(&self, group: &Group) -> Result<Ep> {
         let deadline = Deadline::after(self.connect_timeout);
         let shape = self.resolve(group.world());
@@ -280,11 +282,13 @@ pub(crate) struct Inner {
     pub lanes: Vec<Lane>,
     pub handles: HandlePool,
     pub id: u64,
-    /// All ranks but this one, those last that share hardware with it; then those that are mapped, those that are put to, and those that
-    /// rows are exchanged with.
+    /// All ranks but this one, those last that share hardware with it.
     pub peers: Vec<usize>,
+    /// Those that are mapped,
     pub direct: Vec<usize>,
+    /// those that are put to,
     pub bulk: Vec<usize>,
+    /// and those that rows are exchanged with.
     pub paired: Vec<usize>,
     /// All that raise flags: those that are mapped or put to.
     pub flagged: Vec<usize>,

@@ -2,7 +2,7 @@
 //!
 //! Every operation, dispatch or combine, is announced by every rank to every rank, so all hold the
 //! same set of announcements and come to the same verdict: a wrong id, an overflow or a
-//! disagreement is the same error everywhere, before payload moves. Two binary flags per (lane,
+//! disagreement is the same error everywhere, before payload moves. Binary flags per (lane,
 //! source) carry an operation:
 //!
 //! * [`Phase::Posted`]: the source's announcement is in this rank's mailbox. It is consumed before

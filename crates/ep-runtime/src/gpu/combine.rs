@@ -32,8 +32,8 @@ pub(crate) struct Folding {
     weighted: bool,
     /// Both halves come at once: flags are raised only where they are awaited, in one step with that.
     whole: bool,
-    /// Whether peers have been told that this rank's rows are ready.
-    announced: bool,
+    /// Whether the stream waits for the announcements already.
+    gathered: bool,
     turn: Turn,
     /// The caller's, for when sums are given up.
     queue: Queue,
@@ -120,9 +120,9 @@ impl Folding {
             options: u64::from(reduced) * REDUCED + u64::from(opts.weighted) * WEIGHTED,
             ..Header::default()
         };
-        gpu.announce(&ep, &turn, header, memory.header())?;
         // Where ranks are not mapped, steps come between the flags.
         let whole = whole && !gpu.is_far();
+        gpu.announce(&ep, &turn, header, memory.header(), whole)?;
         if !whole {
             gpu.tell(&ep, &turn)?;
             gpu.signal(&ep, &turn, Phase::Posted, &ep.flagged)?;
@@ -130,7 +130,7 @@ impl Folding {
         let Dispatched { slot, handle, .. } = result;
         let (per_rank, weighted) = (reduced || !expert_major, opts.weighted && !reduced);
         let (slot, queue, format) = (Some(slot), queue.clone(), travelling);
-        let (announced, refused) = (!whole, None);
+        let (gathered, refused) = (false, None);
         Ok(Self {
             lane,
             slot,
@@ -140,7 +140,7 @@ impl Folding {
             per_rank,
             weighted,
             whole,
-            announced,
+            gathered,
             turn,
             queue,
             refused,
@@ -166,9 +166,11 @@ impl Folding {
 
     /// Waits, on the stream, for all announcements.
     fn submit_gather(&mut self) -> Result<()> {
-        let signal = !std::mem::replace(&mut self.announced, true);
+        if std::mem::replace(&mut self.gathered, true) {
+            return Ok(());
+        }
         let (ep, gpu) = (&self.lane.ep, self.gpu());
-        gpu.gather(ep, &self.turn, "combine, announcements", signal)?;
+        gpu.gather(ep, &self.turn, "combine, announcements", self.whole)?;
         gpu.judge(ep, &self.turn)
     }
 
@@ -285,7 +287,7 @@ impl Folding {
         Ok(CombineArgs {
             shape: gpu.shape,
             routing: memory.routing,
-            op: gpu.op(ep, &self.turn),
+            op: gpu.op(ep, &self.turn, self.whole),
             dtype: self.kind.dtype(),
             hidden: ep.shape.hidden as u32,
             format: out_format(&self.format),

@@ -157,7 +157,7 @@ impl Sending {
                 let args = LayoutArgs {
                     shape: gpu.shape,
                     routing: memory.routing,
-                    op: gpu.op(ep, &self.turn),
+                    op: gpu.op(ep, &self.turn, self.joined.posted),
                     header: super::moe(header),
                     ids: ids.address,
                     ids_kind: match ids.kind {
@@ -181,7 +181,8 @@ impl Sending {
                 gpu.after_filling(memory, &self.turn)?;
                 let header =
                     Header { op: notify::OP_CACHED, layout: handle.layout.code(), ..header };
-                gpu.announce(ep, &self.turn, header, memory.header())?;
+                let marks = self.joined.posted;
+                gpu.announce(ep, &self.turn, header, memory.header(), marks)?;
             }
         }
         if self.joined.posted {
@@ -202,7 +203,7 @@ impl Sending {
         let (ep, gpu, turn) = (&self.lane.ep, self.gpu(), &self.turn);
         gpu.gather(ep, turn, "dispatch, announcements", self.joined.posted)?;
         let memory = self.memory();
-        let op = gpu.op(ep, turn);
+        let op = gpu.op(ep, turn, self.joined.done);
         if !self.cached {
             let alignment = match self.layout() {
                 Layout::RankMajor => 0,
@@ -419,7 +420,7 @@ impl Gpu {
         kind: PayloadKind,
         cached: bool,
     ) -> Result<()> {
-        let (shape, routing, op) = (self.shape, memory.routing, self.op(ep, turn));
+        let (shape, routing, op) = (self.shape, memory.routing, self.op(ep, turn, false));
         let row = self.row_format(ep, kind);
         if !cached {
             let scratch = self.lane(turn.lane).scratch;
@@ -445,7 +446,7 @@ impl Gpu {
         let args = TailArgs {
             shape: self.shape,
             routing: memory.routing,
-            op: self.op(ep, turn),
+            op: self.op(ep, turn, false),
             expert_major: layout != Layout::RankMajor,
             row: self.row_format(ep, kind),
             expert: self.expert_format(ep, kind),

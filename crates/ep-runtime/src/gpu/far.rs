@@ -129,7 +129,7 @@ impl Gpu {
         if !self.is_far() {
             return Ok(());
         }
-        let args = JudgeArgs { shape: self.shape, op: self.op(ep, turn) };
+        let args = JudgeArgs { shape: self.shape, op: self.op(ep, turn, false) };
         // SAFETY: all addresses are of this layer's memory.
         unsafe { self.submit(turn, &MoeWork::Judge(&args)) }
     }

@@ -273,12 +273,13 @@ impl Gpu {
     }
 
     /// The struct every kernel of an operation takes.
-    fn op(&self, ep: &Inner, turn: &Turn) -> MoeOp {
+    /// `marks`: the wait follows at once, so that the kernel tells the watchdog of it.
+    fn op(&self, ep: &Inner, turn: &Turn, marks: bool) -> MoeOp {
         let lane = self.lane(turn.lane);
         // Kernels know the phases of a lane by what lies between their first words.
-        let awaited = match self.is_far() {
-            true => 0,
-            false => self.side.awaited(Phase::Posted.flag(turn.lane), ep.group.world(), 0),
+        let awaited = match marks && !self.is_far() {
+            true => self.side.awaited(Phase::Posted.flag(turn.lane), ep.group.world(), 0),
+            false => 0,
         };
         MoeOp {
             lane: lane.state,
@@ -293,9 +294,16 @@ impl Gpu {
     }
 
     /// Announces an operation whose counts are known to all.
-    fn announce(&self, ep: &Inner, turn: &Turn, header: Header, handle: u64) -> Result<()> {
-        let args =
-            AnnounceArgs { shape: self.shape, op: self.op(ep, turn), header: moe(header), handle };
+    fn announce(
+        &self,
+        ep: &Inner,
+        turn: &Turn,
+        header: Header,
+        handle: u64,
+        marks: bool,
+    ) -> Result<()> {
+        let op = self.op(ep, turn, marks);
+        let args = AnnounceArgs { shape: self.shape, op, header: moe(header), handle };
         // SAFETY: the stream is live; addresses are those of this layer's memory, which outlives
         // its streams' work.
         unsafe { self.submit(turn, &MoeWork::Announce(&args)) }
@@ -318,18 +326,18 @@ impl Gpu {
         })
     }
 
-    /// Waits for a phase of `peers`; `signal`: raises it before, in the same step if possible. A kernel
-    /// of the operation has told the watchdog, unless some ranks are not mapped.
+    /// Waits for a phase of `peers`. `joined`: raises it before, in the same step if possible, and a
+    /// kernel of the operation has told the watchdog.
     fn meet(
         &self,
         ep: &Inner,
         turn: &Turn,
         (op, phase): (&'static str, Phase),
         peers: &[usize],
-        signal: bool,
+        joined: bool,
     ) -> Result<()> {
         let (queue, flag) = (&self.lane(turn.lane).queue, phase.flag(turn.lane));
-        let (deadline, marked) = (ep.deadline(), !self.is_far());
+        let (deadline, signal, marked) = (ep.deadline(), joined, joined && !self.is_far());
         let meeting = Meeting { op, peers, flag, deadline, signal, marked };
         ep.check(op, ep.link.meet(queue, &meeting))
     }

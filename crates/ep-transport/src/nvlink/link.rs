@@ -45,11 +45,11 @@ pub(super) struct NvlinkLink {
 /// What a link keeps alive for the group's health.
 pub(super) trait Bell: Send + Sync + std::fmt::Debug {}
 
-/// A flag, and whether the watchdog still has to be told that it is waited for.
+/// A flag, and what marks it for the watchdog where no kernel has done that.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Ours {
     pub at: u64,
-    pub marked: bool,
+    pub mark: Option<u32>,
 }
 
 /// The operations that raise `theirs` and wait for `ours`, in chunks for the driver. All flags are
@@ -62,7 +62,7 @@ pub(super) fn meet_ops(
     mut submit: impl FnMut(&mut [MemOp]) -> Result<()>,
 ) -> Result<()> {
     let all = (theirs.map(|at| MemOp::write(at, 1)))
-        .chain(ours.clone().filter(|flag| !flag.marked).map(|flag| MemOp::write(flag.at + 4, 1)))
+        .chain(ours.clone().filter_map(|flag| Some(MemOp::write(flag.at + 4, flag.mark?.into()))))
         .chain(ours.clone().map(|flag| MemOp::wait(flag.at)))
         .chain(ours.flat_map(|flag| {
             let narrow = [Some(MemOp::write(flag.at + 4, 0)), Some(MemOp::write(flag.at, 0))];
@@ -119,7 +119,8 @@ impl NvlinkLink {
         let _current = self.gpu.current("wait")?;
         let raised = if signal { peers } else { &[] };
         let theirs = raised.iter().map(|&peer| board.theirs(peer, flag));
-        let ours = peers.iter().map(|&peer| Ours { at: board.ours(peer, flag), marked });
+        let mark = (!marked).then(|| self.watchdog.shared.waits.mark());
+        let ours = peers.iter().map(|&peer| Ours { at: board.ours(peer, flag), mark });
         meet_ops(theirs, ours, self.gpu.writes_both(), |ops| {
             self.words.submit("wait", &self.gpu, stream, ops)
         })
@@ -327,7 +328,8 @@ mod tests {
         ] {
             let mut all = Vec::new();
             let mut sizes = Vec::new();
-            let ours = (0..count).map(|i| Ours { at: 1000 + 64 * i, marked });
+            let mark = (!marked).then_some(6);
+            let ours = (0..count).map(|i| Ours { at: 1000 + 64 * i, mark });
             meet_ops((0..count).map(|i| 64 * i), ours, wide, |ops| {
                 sizes.push(ops.len());
                 all.extend_from_slice(ops);
@@ -337,7 +339,7 @@ mod tests {
             assert!(sizes.iter().all(|&n| n > 0 && n <= 256));
             let mut want: Vec<MemOp> = (0..count).map(|i| MemOp::write(64 * i, 1)).collect();
             if !marked {
-                want.extend((0..count).map(|i| MemOp::write(1004 + 64 * i, 1)));
+                want.extend((0..count).map(|i| MemOp::write(1004 + 64 * i, 6)));
             }
             want.extend((0..count).map(|i| MemOp::wait(1000 + 64 * i)));
             for at in (0..count).map(|i| 1000 + 64 * i) {

@@ -2,7 +2,7 @@
 //! the group has failed. It makes no call of the driver.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
@@ -48,14 +48,23 @@ pub(super) struct Waits {
     allowed: Vec<AtomicU64>,
     /// What waits.
     ops: Vec<Mutex<&'static str>>,
+    marks: AtomicU32,
 }
 
 impl Waits {
     pub fn new(flags: u32) -> Self {
         Self {
-            allowed: (0..flags).map(|_| AtomicU64::new(0)).collect(),
+            // A kernel may mark a wait before it is submitted.
+            allowed: (0..flags).map(|_| AtomicU64::new(u64::MAX)).collect(),
             ops: (0..flags).map(|_| Mutex::new("a wait on a stream")).collect(),
+            marks: AtomicU32::new(0),
         }
+    }
+
+    /// A mark for a wait that no kernel marks: even, as theirs are odd, and another one every time, so
+    /// that two waits are not taken for one.
+    pub fn mark(&self) -> u32 {
+        self.marks.fetch_add(2, Ordering::Relaxed).wrapping_add(2).max(2)
     }
 
     /// A wait for `flag` is about to be submitted.
@@ -200,6 +209,18 @@ mod tests {
                 prop_assert_eq!(stuck, since.is_some_and(|(_, from)| at - from > 100));
             }
         }
+    }
+
+    #[test]
+    fn what_was_never_submitted_is_not_stuck_and_marks_differ() {
+        let waits = Waits::new(2);
+        let allowed = Duration::from_nanos(waits.allowed[1].load(Ordering::Relaxed));
+        let (mut progress, start) = (Progress::default(), Instant::now());
+        assert!(!progress.stuck(1, &vec![(0, 3)], allowed, start));
+        assert!(!progress.stuck(1, &vec![(0, 3)], allowed, start + Duration::from_secs(86_400)));
+        let marks = [waits.mark(), waits.mark(), waits.mark()];
+        assert!(marks.iter().all(|mark| mark % 2 == 0 && *mark != 0));
+        assert!(marks[0] != marks[1] && marks[1] != marks[2]);
     }
 
     #[test]

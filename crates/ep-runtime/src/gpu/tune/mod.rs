@@ -183,7 +183,7 @@ impl Layer<'_> {
     }
 
     fn sized(&self, plan: MovePlan) -> MovePlan {
-        MovePlan { blocks: self.gpu().blocks(), ..plan }
+        MovePlan { blocks: plan.blocks.min(self.gpu().blocks()), ..plan }
     }
 
     /// Launches by a plan from now on, where that is possible.

@@ -19,7 +19,7 @@ pub fn rows_plans(row_bytes: u32) -> Vec<(u32, CopyPath)> {
         }
     }
     for unroll in [2, 4, 7, 14] {
-        plans.extend([16, 20, 24, 32].map(|warps| (warps, CopyPath::LdSt { unroll })));
+        plans.extend([8, 12, 16, 24, 32].map(|warps| (warps, CopyPath::LdSt { unroll })));
     }
     let mut seen = std::collections::HashSet::new();
     plans.retain(|plan| seen.insert(*plan));
