@@ -27,7 +27,7 @@ pub struct Call {
     pub capacity: bool,
     /// By replaying a graph.
     pub graph: bool,
-    /// Of [`CHAIN`](super::timing::CHAIN) operations; one of them counts.
+    /// Of several operations (`timing::CHAIN`), each of which counts as one.
     pub chain: bool,
 }
 
