@@ -281,7 +281,7 @@ __device__ inline u32 moe_why(const MoeShape &shape) {
 //
 // Nobody looks at the word in host memory first: where a wait was released, an announcement is not there,
 // so its number is an earlier operation's; if all are there, their owners' slots are too. Reading that
-// word took 0.7 us more with every block.
+// word takes longer with every block that reads it.
 __device__ inline bool moe_goes_on(const MoeShape &shape, const MoeOp &op, bool bad) {
     if (blockIdx.x == 0) moe_awaits(shape, op, MOE_ROWS, moe_mailbox(shape, op, shape.rank)->sequence);
     bad |= moe_differs(shape, op);

@@ -66,7 +66,7 @@ impl At {
 
     fn rows_mut(&self, gpu: &Gpu<'_>) -> RowsMut<'_> {
         let &Self { at, rows, bytes, stride, dtype } = self;
-        // SAFETY: as above.
+        // SAFETY: in the arena, used by nobody else meanwhile.
         unsafe { RowsMut::from_device(gpu.ordinal(), at, rows, bytes, stride, dtype) }
     }
 }

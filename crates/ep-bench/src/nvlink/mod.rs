@@ -156,10 +156,11 @@ fn devices(count: Option<usize>) -> Result<Vec<Device>> {
         // SAFETY: no other thread of this program has been started yet.
         unsafe { std::env::set_var("CUDA_DEVICE_MAX_CONNECTIONS", "32") };
     }
-    // SAFETY: as above. Multicast is not what is compared, and can harm others' work.
+    // Multicast is not what is compared, and can harm others' work.
+    // SAFETY: no other thread of this program has been started yet.
     unsafe { std::env::set_var("NCCL_NVLS_ENABLE", "0") };
     // What is tuned is what the options say.
-    // SAFETY: as above.
+    // SAFETY: no other thread of this program has been started yet.
     unsafe { std::env::remove_var(TUNE_VARIABLE) };
     let there = Driver::get()
         .and_then(|driver| driver.device_count())

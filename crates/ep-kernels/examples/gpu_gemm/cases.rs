@@ -128,7 +128,7 @@ impl Gpu {
         if let Ok(library) = &self.cublaslt {
             let plain = product.theirs(self, library, &self.stream, sms)?;
             let plan = library.plan(&self.device, &spec)?;
-            // SAFETY: as above; the plan outlives the wait.
+            // SAFETY: `compute` waits; memory of the spec's sizes and the plan outlive that.
             let launch = || unsafe { plan.launch(self.stream.raw()) };
             let what = "cuBLASLt's graph";
             if product.compute(self, &self.stream, what, || self.captured(launch))? != plain {
@@ -174,7 +174,8 @@ impl Gpu {
                 Err(_) => None,
                 Ok(library) => {
                     let plan = library.plan(&self.device, &spec)?;
-                    // SAFETY: as above, and the plan's products run in the order of one stream.
+                    // SAFETY: stream, memory and plan live until the wait in `time` is over; the
+                    // plan's products run in the order of one stream.
                     Some(self.time(|| unsafe { plan.launch(self.stream.raw()) })?)
                 }
             };
@@ -203,7 +204,7 @@ impl Gpu {
             // SAFETY: the stream lives as long as `self`.
             let start = unsafe { self.events.record(self.stream.raw())? };
             launch()?;
-            // SAFETY: as above.
+            // SAFETY: the stream lives as long as `self`.
             let end = unsafe { self.events.record(self.stream.raw())? };
             self.stream.wait("a timed product", LIMIT)?;
             if run >= WARM_UPS {

@@ -255,7 +255,7 @@ pub(super) struct Setup {
 
 // SAFETY: a handle of the driver, which may be used from any thread and never changes.
 unsafe impl Send for Setup {}
-// SAFETY: as above; the driver's stream functions may be called from several threads.
+// SAFETY: the handle never changes, and the driver's stream functions may be called from several threads.
 unsafe impl Sync for Setup {}
 
 impl Setup {

@@ -98,7 +98,7 @@ pub(super) struct Kernel {
 
 // SAFETY: handles of the driver, which may be used from any thread and never change.
 unsafe impl Send for Kernel {}
-// SAFETY: as above.
+// SAFETY: the handles never change, and the driver launches them from any thread.
 unsafe impl Sync for Kernel {}
 
 impl Kernel {

@@ -42,7 +42,7 @@ impl<'m> Load<'m> {
         for _ in 0..times {
             // SAFETY: the stream is live by the contract of `new`; dropping waits for the end.
             unsafe { self.product.launch(self.stream) }.map_err(failed)?;
-            // SAFETY: as above.
+            // SAFETY: the stream is live by the contract of `new`.
             let end = unsafe { self.events.record(self.stream) }.map_err(failed)?;
             self.ends.push(end);
         }

@@ -182,7 +182,7 @@ struct Owned {
 
 // SAFETY: nothing is bound to a thread, and nothing changes once it is prepared.
 unsafe impl Send for Owned {}
-// SAFETY: as above.
+// SAFETY: it is only read once it is prepared, and nothing is bound to a thread.
 unsafe impl Sync for Owned {}
 
 impl Owned {
@@ -232,7 +232,7 @@ struct Handle {
 
 // SAFETY: the library's documentation allows its handle in any thread.
 unsafe impl Send for Handle {}
-// SAFETY: as above.
+// SAFETY: the library's documentation allows several threads to use a handle at once.
 unsafe impl Sync for Handle {}
 
 impl Handle {

@@ -62,7 +62,8 @@ impl MovePlan {
     /// One read, several writes, for up to `tokens` rows of `row_bytes` on `sms` SMs: what was best on an
     /// H200 with two ranks. Bulk copies need the fewest SMs and suit small rows; where SMs saturate the
     /// link and rows are large, loads and stores are a little faster, and more blocks only crowd the
-    /// link: 24 took 12 % longer than 16. Few rows are cut, so that all warps have some.
+    /// link: 24 took 17 % longer than 16
+    /// (`bench/results/h200x2/copy-bf16.json`). Few rows are cut, so that all warps have some.
     pub fn rows(row_bytes: u32, tokens: usize, sms: u32, device: &DeviceProperties) -> Self {
         let old = device.capability < (9, 0);
         let few = tokens < 32 * sms as usize;

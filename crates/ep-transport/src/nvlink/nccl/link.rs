@@ -33,7 +33,7 @@ pub(super) struct Comms {
 
 // SAFETY: handles of NCCL, which takes them from any thread; `turn` keeps calls apart.
 unsafe impl Send for Comms {}
-// SAFETY: as above; handles never change.
+// SAFETY: handles never change, and `turn` keeps the threads' calls apart.
 unsafe impl Sync for Comms {}
 
 impl Comms {
@@ -239,7 +239,8 @@ impl NcclLink {
         });
         let received = receives.iter().try_for_each(|receive| {
             let (at, peer) = (own + receive.to as u64, receive.peer as i32);
-            // SAFETY: as above.
+            // SAFETY: inside the own window (checked), which lives as long as `self`; the communicator
+            // is live while `turn` is held; the stream is the caller's.
             let code = unsafe { (nccl.recv)(at, receive.bytes, BYTES, peer, comm, stream) };
             nccl.check(op, "ncclRecv", code, comm)
         });
