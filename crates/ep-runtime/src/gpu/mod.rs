@@ -277,7 +277,7 @@ impl Gpu {
     fn op(&self, ep: &Inner, turn: &Turn, marks: bool) -> MoeOp {
         let lane = self.lane(turn.lane);
         // Kernels know the phases of a lane by what lies between their first words.
-        let awaited = match marks && !self.is_far() {
+        let awaited = match marks {
             true => self.side.awaited(Phase::Posted.flag(turn.lane), ep.group.world(), 0),
             false => 0,
         };
@@ -327,7 +327,7 @@ impl Gpu {
     }
 
     /// Waits for a phase of `peers`. `joined`: raises it before, in the same step if possible, and a
-    /// kernel of the operation has told the watchdog.
+    /// kernel of the operation has told the watchdog; never where ranks are not mapped.
     fn meet(
         &self,
         ep: &Inner,
@@ -337,7 +337,7 @@ impl Gpu {
         joined: bool,
     ) -> Result<()> {
         let (queue, flag) = (&self.lane(turn.lane).queue, phase.flag(turn.lane));
-        let (deadline, signal, marked) = (ep.deadline(), joined, joined && !self.is_far());
+        let (deadline, signal, marked) = (ep.deadline(), joined, joined);
         let meeting = Meeting { op, peers, flag, deadline, signal, marked };
         ep.check(op, ep.link.meet(queue, &meeting))
     }
