@@ -73,9 +73,11 @@ impl<T: Transport> FaultyTransport<T> {
     }
 
     /// Holds back a `share` of the operations, 0.0 to 1.0, each by at most `longest`. Most delays
-    /// are a small part of it: they average a ninth. `longest` is at most an hour.
+    /// are a small part of it: they average a ninth. `longest` is at most a century.
     pub fn delays(mut self, share: f64, longest: Duration) -> Self {
-        (self.dice.share, self.dice.longest) = (share, longest.min(Duration::from_secs(3600)));
+        // So that adding one to the clock overflows nowhere.
+        const CENTURY: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
+        (self.dice.share, self.dice.longest) = (share, longest.min(CENTURY));
         self
     }
 
