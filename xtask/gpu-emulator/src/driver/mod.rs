@@ -1,0 +1,1 @@
+//! The driver: devices, memory, streams, graphs.
