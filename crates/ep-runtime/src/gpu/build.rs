@@ -219,6 +219,8 @@ pub(super) struct Parts<'a> {
     pub memory: (u64, u64),
     pub side: StreamSide,
     pub sms: u32,
+    /// Whether compute is meant to run at the same time.
+    pub beside_compute: bool,
     pub tuning: Tuning,
     /// The layer and this rank.
     pub me: (u64, usize),
@@ -317,6 +319,7 @@ impl Gpu {
             memory: addresses,
             side,
             sms,
+            beside_compute: reserved.report().in_force != SmPolicy::Shared,
             tuning,
             me,
             shape,
@@ -366,6 +369,7 @@ impl Gpu {
             in_parts_from: far.in_parts_from,
             plans: Mutex::new(Plans { given: parts.tuning, ..Plans::default() }),
             sms: parts.sms,
+            beside_compute: parts.beside_compute,
             lanes: streams.into_iter().enumerate().map(lane).collect(),
             handles,
             slots: Mutex::new(slots),

@@ -100,6 +100,8 @@ pub(crate) struct Gpu {
     shape: MoeShape,
     plans: Mutex<Plans>,
     sms: u32,
+    /// Whether compute is meant to run at the same time.
+    beside_compute: bool,
     lanes: Vec<GpuLane>,
     handles: Handles,
     slots: Mutex<SlotStates>,
@@ -170,7 +172,12 @@ impl Gpu {
 
     /// What ships for a layer like this.
     pub fn shipped(&self, moving: Moving, row_bytes: u32) -> MovePlan {
-        moving.shipped(row_bytes, self.sizes.tokens, self.sms, self.machine.properties())
+        let (tokens, device) = (self.sizes.tokens, self.machine.properties());
+        match (moving.copies(), self.beside_compute) {
+            (true, false) => MovePlan::rows(row_bytes, tokens, self.sms, device),
+            (true, true) => MovePlan::rows_beside_compute(row_bytes, tokens, self.sms, device),
+            (false, _) => MovePlan::sums(row_bytes, self.sms, device),
+        }
     }
 
     /// What the caller said, and what was found.

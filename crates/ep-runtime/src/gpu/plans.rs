@@ -42,20 +42,6 @@ impl Moving {
         }
         Ok(())
     }
-
-    /// What ships for up to so many tokens with rows of so many bytes on so many SMs.
-    pub fn shipped(
-        self,
-        row_bytes: u32,
-        tokens: usize,
-        sms: u32,
-        device: &DeviceProperties,
-    ) -> MovePlan {
-        match self.copies() {
-            true => MovePlan::rows(row_bytes, tokens, sms, device),
-            false => MovePlan::sums(row_bytes, sms, device),
-        }
-    }
 }
 
 /// Where a plan comes from.

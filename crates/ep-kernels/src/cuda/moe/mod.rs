@@ -4,6 +4,10 @@
 //! of transports: addresses come in parameter structs. No kernel waits for another block or rank, so
 //! any subset of a grid's blocks may be resident, in any order.
 
+use std::sync::OnceLock;
+
+use sha2::{Digest, Sha256};
+
 mod args;
 mod cast;
 mod layout;
@@ -28,3 +32,14 @@ pub use params::{
     MoeRouting, MoeRowFormat, MoeShape, PIECES, block_tokens, verdict,
 };
 pub use work::{MoeLaunch, MoeWork};
+
+/// Names the kernels of this build that move rows: another build's may be fastest launched otherwise.
+/// Hexadecimal digits.
+pub fn fingerprint() -> &'static str {
+    static TEXT: OnceLock<String> = OnceLock::new();
+    TEXT.get_or_init(|| {
+        let mut hash = Sha256::new();
+        [&ROWS, &SUMS].iter().for_each(|source| hash.update(source.assemble()));
+        hash.finalize().iter().take(8).map(|byte| format!("{byte:02x}")).collect()
+    })
+}

@@ -84,6 +84,29 @@ impl MovePlan {
         Self::new(sms, warps.min((room / (stages * chunk)).max(1)), CopyPath::Tma { stages, chunk })
     }
 
+    /// As [`MovePlan::rows`], for SMs beside which others compute.
+    ///
+    /// There it takes more bytes in flight to fill the link: beside a GEMM, with which they share the clock
+    /// and the memory, bulk copies of whole rows of 14336 bytes by 18 blocks took 371 us, the loads and
+    /// stores that are best alone 418; 24 blocks of either were no faster
+    /// (`bench/results/h200x2/unroll.json`). With 13 to 17 SMs nothing was measured.
+    pub fn rows_beside_compute(
+        row_bytes: u32,
+        tokens: usize,
+        sms: u32,
+        device: &DeviceProperties,
+    ) -> Self {
+        let alone = Self::rows(row_bytes, tokens, sms, device);
+        if !matches!(alone.path, CopyPath::LdSt { .. }) || device.capability < (9, 0) {
+            return alone;
+        }
+        let (stages, most) = (3, 14 * 1024);
+        let chunk = row_bytes.div_ceil(row_bytes.div_ceil(most)).next_multiple_of(16);
+        let room = device.shared_per_block.saturating_sub(12 * 1024);
+        let warps = (room / (stages * chunk)).clamp(1, 4);
+        Self::new(sms.min(18), warps, CopyPath::Tma { stages, chunk })
+    }
+
     /// Several reads, one write, as [`MovePlan::rows`].
     pub fn sums(row_bytes: u32, sms: u32, device: &DeviceProperties) -> Self {
         if device.capability < (9, 0) {
@@ -213,4 +236,58 @@ fn sum_warps(chunk: u32, stages: u32) -> u32 {
 
 fn most(unroll: u32) -> u32 {
     UNROLLS.iter().position(|&u| u == unroll).map_or(0, |at| SUM_THREADS[at])
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn a100() -> DeviceProperties {
+        DeviceProperties {
+            capability: (8, 0),
+            sms: 108,
+            shared_per_block: 163 << 10,
+            ..DeviceProperties::h200()
+        }
+    }
+
+    proptest! {
+        /// Whatever the rows, tokens and SMs: it can be launched, on no more SMs than it was given.
+        #[test]
+        fn what_ships_can_be_launched(
+            quads in 1..4_000u32,
+            tokens in 0..30_000usize,
+            sms in 1..=132u32,
+            ranks in 1..65usize,
+        ) {
+            let row_bytes = 16 * quads;
+            for device in [DeviceProperties::h200(), a100()] {
+                let sums = MovePlan::sums(row_bytes, sms, &device);
+                prop_assert_eq!(sums.check_sums(ranks, &device), Ok(()));
+                prop_assert_eq!(sums.blocks, sms);
+                for rows in [
+                    MovePlan::rows(row_bytes, tokens, sms, &device),
+                    MovePlan::rows_beside_compute(row_bytes, tokens, sms, &device),
+                ] {
+                    prop_assert_eq!(rows.check_rows(ranks, &device), Ok(()));
+                    prop_assert!((1..=sms).contains(&rows.blocks));
+                }
+            }
+        }
+    }
+
+    /// The best points of the committed sweeps, for the rows that they were measured with.
+    #[test]
+    fn what_ships_for_an_h200_is_what_was_measured() {
+        let device = DeviceProperties::h200();
+        let tma = |stages, chunk| CopyPath::Tma { stages, chunk };
+        let alone = |sms| MovePlan::rows(14336, 8192, sms, &device);
+        assert_eq!(alone(8), MovePlan::new(8, 10, tma(3, 7168)));
+        assert_eq!(alone(24), MovePlan::new(16, 16, CopyPath::LdSt { unroll: 4 }));
+        let beside = |sms| MovePlan::rows_beside_compute(14336, 8192, sms, &device);
+        assert_eq!(beside(12), alone(12));
+        assert_eq!(beside(24), MovePlan::new(18, 4, tma(3, 14336)));
+    }
 }

@@ -393,6 +393,7 @@ impl Layer {
             memory,
             side,
             sms: self.sms,
+            beside_compute: false,
             tuning: self.tuning,
             me: (inner.id, rank),
             shape: &inner.shape,

@@ -32,6 +32,15 @@ enum Trial {
     Breaks,
 }
 
+/// Whether a rank can try plans.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Able {
+    Wholly,
+    /// Not as compute would have it.
+    Somehow,
+    Not,
+}
+
 type Clock<'a> = &'a (dyn Fn(usize, &Candidate) -> Trial + Sync);
 
 /// What ranks tell each other, by round and rank.
@@ -71,6 +80,7 @@ struct SimBench<'a> {
     shared: Arc<Shared>,
     stream: usize,
     clock: Clock<'a>,
+    lasting: bool,
 }
 
 impl<'a> SimBench<'a> {
@@ -100,13 +110,17 @@ impl<'a> SimBench<'a> {
             out: at(3),
             experts: Some(Box::new(experts)),
         };
-        Self { scene, shared: shared.clone(), stream, clock }
+        Self { scene, shared: shared.clone(), stream, clock, lasting: true }
     }
 }
 
 impl Bench for SimBench<'_> {
     fn scene(&self) -> &Scene {
         &self.scene
+    }
+
+    fn is_lasting(&self) -> bool {
+        self.lasting
     }
 
     fn run(
@@ -198,7 +212,7 @@ fn tuned(
     layer: &Layer,
     settings: &[TuneSettings],
     clock: Clock<'_>,
-    able: &(dyn Fn(usize) -> bool + Sync),
+    able: &(dyn Fn(usize) -> Able + Sync),
 ) -> (Vec<Tuned>, Outcome) {
     let world = settings.len();
     let far = Default::default();
@@ -212,10 +226,12 @@ fn tuned(
         let peers = SimPeers { ep, shared: &shared, board: &board, round: Cell::new(0) };
         let stream = shared.with(|devices| devices.stream(ep.rank()));
         let bench = || -> Result<Box<dyn Bench + '_>> {
-            match able(ep.rank()) {
-                true => Ok(Box::new(SimBench::new(ep, &shared, (stream, ep.rank()), clock))),
-                false => Err(EpError::argument("tune", "no memory")),
+            let able = able(ep.rank());
+            if able == Able::Not {
+                return Err(EpError::argument("tune", "no memory"));
             }
+            let bench = SimBench::new(ep, &shared, (stream, ep.rank()), clock);
+            Ok(Box::new(SimBench { lasting: able == Able::Wholly, ..bench }))
         };
         let done = tune(ep, &settings[ep.rank()], &peers, false, &bench);
         (done, ep.plans_in_force(PayloadKind::Bf16, PayloadKind::Bf16))
@@ -251,8 +267,8 @@ fn common(results: &[Tuned], origin: PlanOrigin) -> Vec<MovePlan> {
     results[0].1.iter().map(|plan| plan.plan).collect()
 }
 
-fn all_able(_: usize) -> bool {
-    true
+fn all_able(_: usize) -> Able {
+    Able::Wholly
 }
 
 fn same(folder: &Folder, mode: Tune, world: usize) -> Vec<TuneSettings> {
@@ -337,6 +353,21 @@ fn a_damaged_or_missing_cache_is_no_error() {
 }
 
 #[test]
+fn what_was_found_otherwise_than_beside_compute_is_not_kept() {
+    let folder = Folder::new("somehow");
+    let able = |rank| if rank == 1 { Able::Somehow } else { Able::Wholly };
+    let (results, _) = tuned(17, &layer(2), &same(&folder, PATIENT, 2), &plain, &able);
+    let found = common(&results, PlanOrigin::Searched);
+    assert!(!found.is_empty());
+    let of_rank_1 = |file: &PathBuf| {
+        let text = std::fs::read_to_string(file).expect("text");
+        text.contains("GPU-00000000-0000-0000-0000-000000000001")
+    };
+    let files = folder.files();
+    assert!(!files.is_empty() && !files.iter().any(of_rank_1), "{files:?}");
+}
+
+#[test]
 fn a_cache_that_refuses_to_be_written_is_no_error() {
     let settings = TuneSettings::new(PATIENT, Some(TuneCache::new("/proc/no-such-folder")));
     let (results, outcome) = tuned(8, &layer(2), &vec![settings; 2], &plain, &all_able);
@@ -405,7 +436,8 @@ fn a_plan_that_fails_on_one_rank_is_out_on_all() {
 #[test]
 fn nothing_is_searched_for_where_one_rank_cannot() {
     let settings = vec![TuneSettings::new(PATIENT, None); 3];
-    let (results, outcome) = tuned(14, &layer(3), &settings, &clock_never, &|rank| rank != 1);
+    let able = |rank| if rank == 1 { Able::Not } else { Able::Wholly };
+    let (results, outcome) = tuned(14, &layer(3), &settings, &clock_never, &able);
     common(&results, PlanOrigin::Shipped);
     is_clean(&outcome);
     // Nor where no plan can be timed.

@@ -1,4 +1,4 @@
-//! Where trials run: a GPU, its clock, and a kernel that holds the SMs that compute would have.
+//! Where trials run: a GPU and its clock.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -8,35 +8,33 @@ use ep_kernels::cuda::{
 };
 use ep_transport::{Deadline, Queue};
 
+use super::load::{Load, Running};
 use super::trial::{Bench, Candidate, Kinds, OP, RUNS, Scene, choices};
 use crate::gpu::machine::Point;
-use crate::sched::ComputeStream;
 use crate::{Ep, Result, SmPolicy};
 
 /// How long the stream is held back, so that operations are submitted before the first one runs.
 const HEAD_START: Duration = Duration::from_micros(400);
-/// What starting a kernel that holds SMs, and an agreement of the ranks, may take.
+/// What starting compute, and an agreement of the ranks, may take.
 const START: Duration = Duration::from_millis(3);
-/// How much slower than expected an operation may be beside a kernel that holds SMs.
+/// How much slower than expected an operation may be beside compute.
 const SLOWER: u32 = 3;
-/// Of one hold: other users of the GPU wait that long too.
-const LONGEST: Duration = Duration::from_secs(2);
 /// Of what is no operation.
-const LIMIT: Duration = Duration::from_secs(20);
+pub(super) const LIMIT: Duration = Duration::from_secs(20);
 const ALIGN: usize = 256;
 
 /// A stream on the layer's GPU with memory for tokens. Fields that others use are dropped last.
 pub(super) struct GpuBench {
     scene: Scene,
     tools: SmTools,
-    /// Where compute would run, and on how many SMs, if trials are to run beside it.
-    compute: Option<(ComputeStream, u32)>,
+    /// What runs where compute would, if trials are to run beside it.
+    load: Option<Load>,
     events: Arc<EventPool>,
     memory: Option<DeviceMemory>,
     stream: Stream,
 }
 
-/// Whether a layer's trials run beside a kernel that holds all other SMs: where SMs are set aside.
+/// Whether a layer's trials run beside compute on all other SMs: where SMs are set aside.
 pub(super) fn beside(ep: &Ep) -> bool {
     ep.sm_report().in_force != SmPolicy::Shared
 }
@@ -52,17 +50,14 @@ impl GpuBench {
             false => None,
         };
         // What is loaded at its first use waits for what runs then.
-        for stream in compute.iter().map(ComputeStream::stream).chain([&stream]) {
+        for stream in compute.iter().map(|compute| compute.stream()).chain([&stream]) {
             tools.hold(stream, &HoldSpec::anywhere(1, Duration::ZERO))?.finish(LIMIT)?;
         }
-        let compute = compute.map(|stream| {
-            let sms = stream.sms().min(ep.compute_sms());
-            (stream, sms)
-        });
-        let compute = compute.filter(|(_, sms)| *sms > 0);
         let events = EventPool::new(&device, 4, true)?;
+        let load =
+            compute.and_then(|compute| Load::new(&device, compute, ep.compute_sms(), &events));
         let (memory, scene) = place(ep, &device, &stream)?;
-        Ok(Self { scene, tools, compute, events, memory: Some(memory), stream })
+        Ok(Self { scene, tools, load, events, memory: Some(memory), stream })
     }
 
     fn mark(&self) -> Result<Event, CudaError> {
@@ -70,14 +65,11 @@ impl GpuBench {
         unsafe { self.events.record(self.stream.raw()) }
     }
 
-    /// Holds the SMs that compute would have, for six operations of the expected time, or slower ones.
-    fn hold(&self, expected: Duration) -> Result<Option<Holder<'_>>, CudaError> {
-        let Some((stream, sms)) = &self.compute else { return Ok(None) };
-        let hold = START + HEAD_START + expected * SLOWER * (RUNS + 1);
-        let holder =
-            self.tools.hold(stream.stream(), &HoldSpec::anywhere(*sms, hold.min(LONGEST)))?;
-        holder.wait_holding(LIMIT)?;
-        Ok(Some(holder))
+    /// Starts compute, for six operations of the expected time, or slower ones.
+    fn compute(&self, expected: Duration) -> Result<Option<Running<'_>>, CudaError> {
+        let Some(load) = &self.load else { return Ok(None) };
+        let time = START + HEAD_START + expected * SLOWER * (RUNS + 1);
+        load.start(&self.tools, &self.events, time).map(Some)
     }
 
     /// Keeps the stream from going on at once. Without it times are a little longer, so it may fail.
@@ -92,6 +84,10 @@ impl Bench for GpuBench {
         &self.scene
     }
 
+    fn is_lasting(&self) -> bool {
+        self.load.as_ref().is_none_or(Load::computes)
+    }
+
     fn run(
         &mut self,
         ep: &Ep,
@@ -99,14 +95,14 @@ impl Bench for GpuBench {
         agreed: &mut dyn FnMut(bool) -> Result<bool>,
         once: &mut dyn FnMut(&Scene) -> Result<()>,
     ) -> Result<Option<Duration>> {
-        let holding = self.hold(candidate.expected);
-        if let Err(error) = &holding {
+        let compute = self.compute(candidate.expected);
+        if let Err(error) = &compute {
             tracing::debug!("a trial cannot begin: {error}");
         }
-        if !agreed(holding.is_ok())? {
+        if !agreed(compute.is_ok())? {
             return Ok(None);
         }
-        let holding = holding?;
+        let compute = compute?;
         let _held_back = self.hold_back();
         once(&self.scene)?;
         let start = self.mark()?;
@@ -115,8 +111,7 @@ impl Bench for GpuBench {
         }
         let end = self.mark()?;
         await_event(ep, &end)?;
-        // Beside a kernel that ended too early part of it ran alone.
-        let whole = holding.is_none_or(|holder| holder.is_holding());
+        let whole = compute.is_none_or(|compute| compute.runs().unwrap_or(false));
         let micros = end.micros_since(&start)? / f64::from(RUNS);
         Ok((whole && micros > 0.0).then(|| Duration::from_secs_f64(micros / 1e6)))
     }

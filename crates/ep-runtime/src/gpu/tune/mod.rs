@@ -2,6 +2,7 @@
 
 mod agree;
 mod bench;
+mod load;
 mod trial;
 
 use std::path::PathBuf;
@@ -209,6 +210,7 @@ impl Layer<'_> {
             tokens: TuneKey::tokens_class(shape.max_tokens),
             sms: self.gpu().blocks(),
             beside: self.beside,
+            kernels: ep_kernels::cuda::moe::fingerprint().into(),
         }
     }
 
@@ -231,12 +233,13 @@ impl Layer<'_> {
         let (ep, kinds, left) = (self.ep, self.kinds, decision.limit);
         let mut trials = Trials { ep, peers, kinds, left };
         let found = trials.run(&mut *bench, &candidates)?;
+        let lasting = bench.is_lasting();
         for (moving, found) in Moving::ALL.into_iter().zip(found) {
             let Some(Outcome { plan, time, measured, whole, .. }) = found else { continue };
             self.take(moving, plan, PlanOrigin::Searched);
             let kernel = moving.name();
             tracing::info!(kernel, ?plan, ?time, measured, whole, "found a launch plan");
-            if whole {
+            if whole && lasting {
                 self.keep(moving, &plan);
             }
         }

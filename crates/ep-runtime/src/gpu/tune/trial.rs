@@ -51,6 +51,11 @@ pub(crate) struct Candidate {
 pub(crate) trait Bench {
     fn scene(&self) -> &Scene;
 
+    /// Whether what is found here is worth keeping for later layers.
+    fn is_lasting(&self) -> bool {
+        true
+    }
+
     /// Submits `once` a first time and [`RUNS`] times more, and times the latter; one's share of it, or
     /// `None` where the time says nothing. What can fail on this rank alone comes first: then `agreed`
     /// is told whether it went well, and nothing is submitted unless it says so.

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use crate::{EpError, Result};
 
 const FORMAT: &str = "ep-runtime tuning";
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 
 /// Environment variable with the folder of the cache; empty: no cache.
 pub const TUNE_CACHE_VARIABLE: &str = "EP_TUNE_CACHE";
@@ -37,6 +37,8 @@ pub struct TuneKey {
     pub sms: u32,
     /// Whether compute ran beside it.
     pub beside: bool,
+    /// The kernels' fingerprint: plans for other kernels say nothing.
+    pub kernels: String,
 }
 
 impl TuneKey {
@@ -48,10 +50,10 @@ impl TuneKey {
 
     /// FNV-1a (Fowler, Noll, Vo), 64 bits: names the file. The key in it is what is believed.
     fn hash(&self) -> u64 {
-        let Self { device, name, driver, operation, row_bytes, ranks, topk, tokens, sms, beside } =
-            self;
+        let Self { device, name, driver, operation, row_bytes, ranks, topk, tokens, .. } = self;
+        let Self { sms, beside, kernels, .. } = self;
         let text = format!(
-            "{device}\0{name}\0{driver}\0{operation}\0{row_bytes}\0{ranks}\0{topk}\0{tokens}\0{sms}\0{beside}"
+            "{device}\0{name}\0{driver}\0{operation}\0{row_bytes}\0{ranks}\0{topk}\0{tokens}\0{sms}\0{beside}\0{kernels}"
         );
         text.bytes().fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
             (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
@@ -124,6 +126,7 @@ mod tests {
             tokens: TuneKey::tokens_class(8000),
             sms: 16,
             beside: false,
+            kernels: "0123".into(),
         }
     }
 
@@ -166,6 +169,7 @@ mod tests {
             TuneKey { tokens: TuneKey::tokens_class(128), ..key() },
             TuneKey { sms: 8, ..key() },
             TuneKey { beside: true, ..key() },
+            TuneKey { kernels: "4567".into(), ..key() },
         ];
         for other in &others {
             assert_eq!(cache.load::<Plan>(other), None, "{other:?}");
@@ -190,7 +194,7 @@ mod tests {
             "{",
             "null",
             &good[..good.len() / 2],
-            &good.replace("\"version\":1", "\"version\":2"),
+            &good.replace("\"version\":2", "\"version\":3"),
             &good.replace(FORMAT, "something else"),
             &good.replace("\"warps\":16", "\"warps\":-1"),
             &foreign,
