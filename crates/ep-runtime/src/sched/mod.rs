@@ -45,3 +45,6 @@ pub use order::{SubmitOrder, Ticket, Turn};
 pub use pipeline::{Finished, MicroBatch, Pipeline, PipelineError};
 pub use policy::{SmPolicy, SmReport};
 pub use timeline::{Span, Stage, Timeline};
+/// What [`sm_observation`] takes and gives: which SMs were seen to share a domain.
+#[cfg(feature = "cuda")]
+pub use {ep_kernels::cuda::SmObservations, ep_topology::SmObservation};
