@@ -14,8 +14,8 @@ use common::{eps_of, exercise, ranks};
 use cudarc::driver::sys;
 use ep_bench::oracle::{Float, JobSpec, Mode, Payload as Kind, PlacementSpec, Routing};
 use ep_runtime::{
-    CombineOpts, Combined, DispatchOpts, EpBuilder, EpError, ErrorKind, Layout, Place, Precision,
-    Queue, Route, combine_all, dispatch_all,
+    CombineOpts, Combined, DispatchOpts, EpBuilder, EpError, ErrorKind, Group, Layout,
+    NvlinkTransport, Place, Precision, Queue, Route, combine_all, dispatch_all,
 };
 
 #[test]
@@ -239,6 +239,35 @@ fn dropped_halves_leave_the_group_usable() {
             rank.round_trip();
         }
         assert_eq!(rank.ep.free_slots(), 3);
+    });
+}
+
+#[test]
+fn dropping_a_layer_waits_for_no_other_layers_stream() {
+    let Some(gpus) = gpus() else { return };
+    let dropped = std::sync::Barrier::new(2);
+    small(&gpus, 2, &builder(), |rank| {
+        let alone = Group::local(1).unwrap().remove(0);
+        let here = rank.gpu.ordinal();
+        let other = builder().place(Place::Cuda(here)).transport(NvlinkTransport::new(here));
+        let other = other.build(&alone).unwrap();
+        let (queue, me) = (rank.queue(), rank.ep.rank());
+        rank.load(&Tokens::new(me, 6));
+        rank.ep.group().barrier().unwrap();
+        if me == 1 {
+            dropped.wait();
+        }
+        let sent = rank.ep.dispatch_send(&queue, rank.payload(6), rank.route(6), &opts(0));
+        if me == 0 {
+            // This rank's stream waits for the other rank, and that one for this thread.
+            let began = Instant::now();
+            drop(other);
+            let took = began.elapsed();
+            dropped.wait();
+            assert!(took < Duration::from_secs(2), "{took:?}");
+        }
+        drop(sent.unwrap().recv(&queue).unwrap());
+        rank.round_trip();
     });
 }
 

@@ -58,7 +58,9 @@ pub use link::{Meeting, StreamSide};
 #[cfg(all(feature = "nccl", not(loom)))]
 pub use nvlink::NcclTransport;
 #[cfg(all(feature = "cuda", not(loom)))]
-pub use nvlink::{Handles as NvlinkHandles, NvlinkTransport, Signals as NvlinkSignals};
+pub use nvlink::{
+    Handles as NvlinkHandles, NvlinkTransport, Signals as NvlinkSignals, drop_when_quiet,
+};
 #[cfg(all(feature = "cuda", not(loom)))]
 pub use pacing::{Beside, Pacing};
 #[cfg(not(loom))]

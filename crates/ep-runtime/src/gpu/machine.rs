@@ -13,7 +13,7 @@ use ep_kernels::cuda::{
     CaptureRelaxed, CudaError, Device, DeviceMemory, DeviceProperties, Event, EventPool,
     MappedHost, PointerPlace, Stream,
 };
-use ep_transport::Deadline;
+use ep_transport::{Deadline, drop_when_quiet};
 
 type Driver<T> = std::result::Result<T, CudaError>;
 
@@ -226,5 +226,7 @@ impl Drop for Driven {
             // So are the streams, whose partition goes with the last of them.
             std::mem::take(&mut self.streams).into_iter().for_each(std::mem::forget);
         }
+        // Other layers' streams may wait for what this thread does next.
+        drop_when_quiet((self.memory.take(), self.pinned.take()));
     }
 }

@@ -62,6 +62,13 @@ impl<T: Send + 'static> Drop for Buried<T> {
     }
 }
 
+/// Drops memory of a GPU, or what else a driver frees only when its work is done, on a thread of its own
+/// when no stream of a link of this process is seen waiting for a flag: whoever frees it at once may wait
+/// for streams that wait for its own next call. A link that is opened waits for that.
+pub fn drop_when_quiet(value: impl Send + 'static) {
+    drop(Buried::new(value));
+}
+
 /// Streams of this link are looked at from now on.
 pub(super) fn watch(link: &Arc<Shared>) {
     let mut links = GRAVEYARD.links.lock();
