@@ -1,6 +1,24 @@
 //! Kernels on the CPU: every CUDA thread is a fiber, blocks run in an order drawn from a seed.
+//!
+//! A launch runs on the thread that asks for it. Its blocks are started in a random order, one or a
+//! few at a time; inside a block, warps and lanes run in a random order between the points where
+//! they wait for each other. What CUDA leaves open is decided against the kernel where that costs
+//! little: shared memory starts as garbage, bulk copies happen as late or as early as they may.
+//! All of it follows from the launch's seed and number.
 
-use std::sync::Arc;
+mod block;
+mod bulk;
+mod host;
+mod image;
+mod random;
+mod run;
+mod shared;
+mod stack;
+mod thread;
+mod warp;
+
+pub use image::{Image, Kernel};
+pub use stack::{STACK_BYTES, STACK_COLOURS, STACK_SPAN};
 
 /// Why an image was not loaded, or what a kernel did that no kernel may do.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -51,67 +69,4 @@ pub struct Launch {
     pub seed: u64,
     /// Number of this launch.
     pub number: u64,
-}
-
-/// A loaded image: the shared object that [`crate::nvrtc`] made.
-#[derive(Debug, Clone)]
-pub struct Image {
-    inner: Arc<()>,
-}
-
-/// A kernel of an image, which it keeps loaded.
-#[derive(Debug, Clone)]
-pub struct Kernel {
-    image: Image,
-    name: String,
-}
-
-impl Image {
-    /// Loads an image.
-    ///
-    /// # Errors
-    /// [`KernelError::Image`].
-    pub fn load(bytes: &[u8]) -> Result<Image, KernelError> {
-        Err(KernelError::Image(format!("{} bytes: not written yet", bytes.len())))
-    }
-
-    /// A kernel by its name.
-    pub fn kernel(&self, name: &str) -> Option<Kernel> {
-        Some(Kernel { image: self.clone(), name: name.into() })
-    }
-}
-
-impl Kernel {
-    /// Its name.
-    pub fn name(&self) -> &str {
-        &self.name
-    }
-
-    /// Sizes of its parameters, bytes.
-    pub fn param_sizes(&self) -> &[usize] {
-        &[]
-    }
-
-    /// Static shared memory per block, bytes.
-    pub fn static_shared(&self) -> u32 {
-        0
-    }
-
-    /// The most threads per block, by its launch bounds; 1024 without.
-    pub fn max_threads(&self) -> u32 {
-        0
-    }
-
-    /// Runs all blocks on the calling thread and returns when the kernel has ended, everything it
-    /// wrote being written.
-    ///
-    /// # Safety
-    /// The parameters' addresses are valid for what the kernel does with them.
-    ///
-    /// # Errors
-    /// [`KernelError::Launch`] before anything happens, [`KernelError::Fault`] afterwards.
-    pub unsafe fn run(&self, launch: &Launch) -> Result<(), KernelError> {
-        let reason = format!("{:?} {:?}: not written yet", self.image, launch);
-        Err(KernelError::Launch { kernel: self.name.clone(), reason })
-    }
 }
