@@ -15,8 +15,17 @@ use super::{KernelError, Launch};
 /// A loaded image: the shared object that [`crate::nvrtc`] made.
 #[derive(Debug, Clone)]
 pub struct Image {
-    library: Arc<Library>,
+    opened: Arc<Opened>,
     static_shared: u32,
+}
+
+/// A library and its file: the loader takes two of one path for the same, so the descriptor's number
+/// must not be used again while the library is loaded.
+#[derive(Debug)]
+struct Opened {
+    library: Library,
+    // Dropped behind the library.
+    _file: std::fs::File,
 }
 
 /// A kernel of an image, which it keeps loaded.
@@ -63,17 +72,19 @@ impl Image {
             // SAFETY: takes nothing.
             unsafe { size() }
         };
-        Ok(Image { library: Arc::new(library), static_shared: static_shared as u32 })
+        let opened = Arc::new(Opened { library, _file: file });
+        Ok(Image { opened, static_shared: static_shared as u32 })
     }
 
     /// A kernel by its name.
     pub fn kernel(&self, name: &str) -> Option<Kernel> {
         // SAFETY: the signature of `nvrtc::compile::translation`.
-        let entry = unsafe { self.library.get::<Entry>(format!("ep_entry_{name}").as_bytes()) };
+        let entry =
+            unsafe { self.opened.library.get::<Entry>(format!("ep_entry_{name}").as_bytes()) };
         // SAFETY: as above.
         let describe = unsafe {
             let symbol = format!("ep_info_{name}");
-            self.library.get::<unsafe extern "C" fn(*mut Info)>(symbol.as_bytes())
+            self.opened.library.get::<unsafe extern "C" fn(*mut Info)>(symbol.as_bytes())
         };
         let (entry, describe) = (*entry.ok()?, describe.ok()?);
         let mut info = Info::default();

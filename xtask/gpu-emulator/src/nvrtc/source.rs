@@ -21,11 +21,13 @@ pub(super) fn without_ptx(text: &str) -> String {
 pub(super) fn origin(text: &str, at: usize) -> String {
     let (mut file, mut line) = ("source", 0u32);
     for row in text[..at].split('\n') {
-        line += 1;
-        if let Some((number, name)) = marker(row) {
-            (line, file) = (number - 1, name);
+        match marker(row) {
+            // The next line's.
+            Some((number, name)) => (line, file) = (number, name),
+            None => line += 1,
         }
     }
+    let line = line.saturating_sub(1);
     format!("{file}({line})")
 }
 
