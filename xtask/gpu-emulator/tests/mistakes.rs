@@ -124,3 +124,29 @@ fn a_deadlock_says_who_waits_for_what() {
     assert!(error.contains("__ballot_sync") || error.contains("no thread can go on"), "{error}");
     assert!(image.kernel("missing").is_none());
 }
+
+#[test]
+fn memory_that_is_not_there_is_reported_and_the_process_goes_on() {
+    let text = "extern \"C\" __global__ void write(u64 to) { __syncthreads(); *(u32 *)to = 1; }\n\
+                extern \"C\" __global__ void deep(u64 to) { volatile u32 far[100000]; far[to] = 1; }";
+    let image = Image::load(&compile("write.cu", text, 900).unwrap().image).unwrap();
+    for (name, expected) in [("write", "no memory for it at 0x10"), ("deep", "no memory for it")] {
+        for seed in 0..4 {
+            let launch = Launch {
+                grid: [3, 1, 1],
+                block: [64, 1, 1],
+                cluster: 1,
+                dynamic_shared: 0,
+                params: vec![0x10u64.to_ne_bytes().to_vec()],
+                sms: vec![0],
+                sm_count: 1,
+                seed,
+                number: 1,
+            };
+            // SAFETY: nothing is mapped at the address; a stack that is too small has a guard page.
+            let error = unsafe { image.kernel(name).unwrap().run(&launch) }.unwrap_err();
+            assert!(error.to_string().contains(expected), "{error}");
+        }
+    }
+    assert_eq!(copy(0, 7), Ok(true));
+}

@@ -15,6 +15,7 @@ mod run;
 mod shared;
 mod stack;
 mod thread;
+mod trap;
 mod warp;
 
 pub use image::{Image, Kernel};

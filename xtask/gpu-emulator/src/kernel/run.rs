@@ -13,7 +13,7 @@ use super::random::Random;
 use super::shared::{ALIGNMENT, MOST_SHARED, SharedMemory};
 use super::stack::Stacks;
 use super::thread::{Entry, Fiber, Thread, fiber};
-use super::{Kernel, KernelError, Launch};
+use super::{Kernel, KernelError, Launch, trap};
 
 /// Threads of a launch that are resident at once, at most, if blocks make room by waiting for the clock.
 const MOST_RESIDENT: u32 = 8192;
@@ -29,6 +29,7 @@ pub(super) unsafe fn run(
 ) -> Result<(), KernelError> {
     check(kernel, launch)
         .map_err(|reason| KernelError::Launch { kernel: kernel.name().into(), reason })?;
+    trap::install();
     // Aligned as a GPU's constant memory is.
     let copies: Vec<Vec<u128>> = launch.params.iter().map(|bytes| aligned(bytes)).collect();
     let params: Vec<*const c_void> = copies.iter().map(|copy| copy.as_ptr().cast()).collect();
@@ -136,8 +137,13 @@ impl Running {
     fn go_on(&mut self, times: u32) -> Result<bool, (u32, String)> {
         for _ in 0..times {
             let Some(me) = self.block().next() else { break };
-            if let CoroutineResult::Return(()) = self.fibers[me as usize].resume(()) {
-                self.block().exited(me);
+            match trap::guarded(&mut self.fibers[me as usize], |fiber| fiber.resume(())) {
+                CoroutineResult::Yield(()) => {}
+                CoroutineResult::Return(None) => self.block().exited(me),
+                CoroutineResult::Return(Some(address)) => {
+                    let report = format!("thread {me}: no memory for it at {address:#x}");
+                    return Err((self.block().index, report));
+                }
             }
             let block = self.block();
             if let Some(report) = block.fault.take() {

@@ -30,8 +30,8 @@ pub(super) struct Thread {
     pub answer: u64,
 }
 
-/// A thread's fiber.
-pub(super) type Fiber = Coroutine<(), (), (), Slot>;
+/// A thread's fiber. It returns the address of a memory fault that ended it, if one did.
+pub(super) type Fiber = Coroutine<(), (), Option<u64>, Slot>;
 
 /// A kernel's entry in its image.
 pub(super) type Entry = unsafe extern "C" fn(*const *const c_void);
@@ -55,6 +55,7 @@ pub(super) unsafe fn fiber(
             entry(params);
             (*thread).yielder = null();
         }
+        None
     })
 }
 

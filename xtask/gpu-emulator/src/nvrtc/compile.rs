@@ -18,8 +18,9 @@ const SHIM: [(&str, &str); 2] = [
 ];
 
 /// Products and sums stay separate, as the project's own compiler options ask, and what is not
-/// initialised holds a pattern, so that a read of it shows.
-const FLAGS: [&str; 15] = [
+/// initialised holds a pattern, so that a read of it shows. Large frames touch every page, so that none
+/// steps over a guard page.
+const FLAGS: [&str; 16] = [
     "-std=c++20",
     "-O1",
     "-fPIC",
@@ -31,6 +32,7 @@ const FLAGS: [&str; 15] = [
     "-fno-exceptions",
     "-fno-rtti",
     "-fno-stack-protector",
+    "-fstack-clash-protection",
     "-fno-asynchronous-unwind-tables",
     "-fvisibility=hidden",
     "-ftrivial-auto-var-init=pattern",
