@@ -36,9 +36,7 @@ template <int DTYPE>
 __device__ inline float cast_widen(u32 bits) {
     if (DTYPE == CAST_F32) return __uint_as_float(bits);
     if (DTYPE == CAST_BF16) return __uint_as_float(bits << 16);
-    float value;
-    asm("{ .reg .b16 h; cvt.u16.u32 h, %1; cvt.f32.f16 %0, h; }" : "=f"(value) : "r"(bits));
-    return value;
+    return ep_widen_f16(bits);
 }
 
 // To nearest even; NaN is canonical.
@@ -46,11 +44,7 @@ template <int DTYPE>
 __device__ inline u32 cast_narrow(float x) {
     bool nan = x != x;
     if (DTYPE == CAST_F32) return nan ? 0x7fc00000u : __float_as_uint(x);
-    u32 pair;
-    if (DTYPE == CAST_BF16)
-        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(0.0f), "f"(x));
-    else
-        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(0.0f), "f"(x));
+    u32 pair = DTYPE == CAST_BF16 ? ep_narrow_bf16x2(0.0f, x) : ep_narrow_f16x2(0.0f, x);
     return nan ? (DTYPE == CAST_BF16 ? 0x7fc0u : 0x7e00u) : pair & 0xffff;
 }
 

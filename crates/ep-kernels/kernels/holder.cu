@@ -48,7 +48,7 @@ constexpr u32 HOLD_PASSED = 4;
 // must then see the fields written before it. The host polls its own memory; the GPU only ever
 // writes there.
 __device__ inline void publish(HoldRecord* record, u32 state) {
-    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(&record->state), "r"(state) : "memory");
+    ep_store_release(&record->state, state);
 }
 
 extern "C" __global__ void __launch_bounds__(32) holder(const __grid_constant__ HoldParams p) {

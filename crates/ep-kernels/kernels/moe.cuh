@@ -200,9 +200,7 @@ __device__ inline u64 moe_expert_rows(const MoeShape &shape, const MoeOp &op, u3
 __device__ inline void moe_announce_to(u64 to, const MoeHeader &header) {
     const u32 *words = (const u32 *)&header;
     for (u32 w = 4; w < sizeof(MoeHeader) / 4; w++) ((u32 *)to)[w] = words[w];
-    asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(to), "r"(words[0]), "r"(words[1]), "r"(words[2]),
-                 "r"(words[3])
-                 : "memory");
+    ep_store(to, EpQuad{words[0], words[1], words[2], words[3]});
 }
 
 // Whether the announcements of all ranks agree, as far as this thread looked: all of a block look, and
@@ -254,7 +252,7 @@ __device__ inline void moe_report(const MoeShape &shape, const MoeOp &op, MoeRep
         to->what = report.what;
         // Release: whoever sees the ticket sees what was written above, by this thread and, through
         // the barrier and the fences before it, by the others.
-        asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(&to->ticket), "l"(op.ticket) : "memory");
+        ep_store_release(&to->ticket, op.ticket);
     }
 }
 

@@ -12,12 +12,6 @@ struct Wide {
     float at[count];
 };
 
-__device__ inline float sums_half(u32 bits) {
-    float value;
-    asm("{ .reg .b16 h; cvt.u16.u32 h, %1; cvt.f32.f16 %0, h; }" : "=f"(value) : "r"(bits));
-    return value;
-}
-
 template <int DTYPE>
 __device__ inline Wide<DTYPE> sums_widen(EpQuad q) {
     Wide<DTYPE> wide;
@@ -30,8 +24,8 @@ __device__ inline Wide<DTYPE> sums_widen(EpQuad q) {
             wide.at[(2 * i) % Wide<DTYPE>::count] = __uint_as_float(words[i] << 16);
             wide.at[(2 * i + 1) % Wide<DTYPE>::count] = __uint_as_float(words[i] & 0xffff0000u);
         } else {
-            wide.at[(2 * i) % Wide<DTYPE>::count] = sums_half(words[i] & 0xffff);
-            wide.at[(2 * i + 1) % Wide<DTYPE>::count] = sums_half(words[i] >> 16);
+            wide.at[(2 * i) % Wide<DTYPE>::count] = ep_widen_f16(words[i] & 0xffff);
+            wide.at[(2 * i + 1) % Wide<DTYPE>::count] = ep_widen_f16(words[i] >> 16);
         }
     }
     return wide;
@@ -39,12 +33,7 @@ __device__ inline Wide<DTYPE> sums_widen(EpQuad q) {
 
 template <int DTYPE>
 __device__ inline u32 sums_pair(float low, float high) {
-    u32 pair;
-    if (DTYPE == BF16)
-        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    else
-        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    return pair;
+    return DTYPE == BF16 ? ep_narrow_bf16x2(high, low) : ep_narrow_f16x2(high, low);
 }
 
 // Both sums of two pairs of halves, each rounded once.
@@ -54,12 +43,7 @@ __device__ inline u32 sums_pair(float low, float high) {
 // rounding innocuous?", 1995): 18 for bf16, 24 for f16. Sums below the normal range are exact in both.
 template <int DTYPE>
 __device__ inline u32 sums_pair_sum(u32 a, u32 b) {
-    u32 sum;
-    if (DTYPE == BF16)
-        asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(0x3f803f80u), "r"(b));
-    else
-        asm("add.rn.f16x2 %0, %1, %2;" : "=r"(sum) : "r"(a), "r"(b));
-    return sum;
+    return DTYPE == BF16 ? ep_add_bf16x2(a, b) : ep_add_f16x2(a, b);
 }
 
 template <int DTYPE>

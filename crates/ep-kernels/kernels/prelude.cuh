@@ -29,28 +29,3 @@ __device__ constexpr bool ep_field_at(F T::*field, u64 offset) {
 #define EP_CHECK_SIZE(T) static_assert(sizeof(T) == EP_SIZE_##T, "size of " #T " differs from the host's")
 #define EP_CHECK_FIELD(T, f) \
     static_assert(ep_field_at(&T::f, EP_AT_##T##_##f), "offset of " #T "::" #f " differs from the host's")
-
-// Nanoseconds of the GPU's global timer, common to all SMs of a GPU. It advances in coarse steps.
-__device__ inline u64 ep_globaltimer() {
-    u64 now;
-    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
-    return now;
-}
-
-__device__ inline u32 ep_smid() {
-    u32 id;
-    asm volatile("mov.u32 %0, %%smid;" : "=r"(id));
-    return id;
-}
-
-__device__ inline u32 ep_nsmid() {
-    u32 count;
-    asm volatile("mov.u32 %0, %%nsmid;" : "=r"(count));
-    return count;
-}
-
-// Occupies the calling thread until the global timer reaches `deadline`. Reads no memory: a thread
-// that polls host memory over PCIe stalls every system-scope fence of other kernels.
-__device__ inline void ep_hold_until(u64 deadline) {
-    while (ep_globaltimer() < deadline) asm volatile("nanosleep.u32 500;");
-}

@@ -41,9 +41,9 @@ extern "C" __global__ void __launch_bounds__(32) sm_probe(const __grid_constant_
 
     u32 cluster = blockIdx.x, cluster_size = 1, cluster_rank = 0;
 #if __CUDA_ARCH__ >= 900
-    asm volatile("mov.u32 %0, %%clusterid.x;" : "=r"(cluster));
-    asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(cluster_size));
-    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(cluster_rank));
+    cluster = ep_cluster();
+    cluster_size = ep_cluster_size();
+    cluster_rank = ep_cluster_rank();
 #endif
     if (blockIdx.x < p.record_count) {
         // Plain stores: the host reads them only after the stream has completed, and kernel

@@ -36,18 +36,24 @@ macro_rules! layout {
 }
 pub(crate) use layout;
 
-const PRELUDE: &str = include_str!("../../kernels/prelude.cuh");
+/// Put before every source, by file name.
+const COMMON: [(&str, &str); 2] = [
+    ("prelude.cuh", include_str!("../../kernels/prelude.cuh")),
+    ("ptx.cuh", include_str!("../../kernels/ptx.cuh")),
+];
 
 impl KernelSource {
-    /// The text that is compiled: the prelude, the host's layouts as macros, the source. Error
-    /// messages count lines of the source.
+    /// The text that is compiled: the prelude, the instructions of `ptx.cuh`, the host's layouts as
+    /// macros, the source. Error messages count lines of the source.
     pub fn assemble(&self) -> String {
-        let mut text = String::with_capacity(PRELUDE.len() + self.text.len() + 1024);
-        text.push_str("#line 1 \"prelude.cuh\"\n");
-        text.push_str(PRELUDE);
+        let mut text = String::new();
+        for (name, part) in COMMON {
+            // Writing to a String cannot fail.
+            let _ = writeln!(text, "#line 1 \"{name}\"\n{part}");
+        }
         let own = (self.name, self.text, self.layouts);
         for &(name, part, layouts) in self.shared.iter().chain([&own]) {
-            // Writing to a String cannot fail.
+            let _ = writeln!(text, "#line 1 \"layouts\"");
             for Layout { name, size, fields } in layouts {
                 let _ = writeln!(text, "#define EP_SIZE_{name} {size}");
                 for (field, at) in *fields {
@@ -107,6 +113,19 @@ mod tests {
                 assert!(source.text.contains(&spelled) || source.text.contains(&made), "{kernel}");
             }
         }
+    }
+
+    /// Who runs kernels elsewhere than on a GPU replaces `ptx.cuh`; only the matrix multiplication,
+    /// whose instructions are of one architecture, has its own.
+    #[test]
+    fn instructions_are_spelled_in_one_place() {
+        for source in KernelSource::all().iter().filter(|source| source.name != "gemm.cu") {
+            let parts = source.shared.iter().map(|&(name, text, _)| (name, text));
+            for (name, text) in parts.chain([(source.name, source.text), COMMON[0]]) {
+                assert!(!text.contains("asm"), "{name} speaks PTX; that belongs into ptx.cuh");
+            }
+        }
+        assert!(COMMON[1].1.contains("asm volatile"));
     }
 
     #[test]
