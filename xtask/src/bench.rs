@@ -42,6 +42,10 @@ fn named(name: &str, args: &[OsString]) -> Vec<OsString> {
 fn become_bench(workspace: &Workspace, args: &[OsString]) -> Result<()> {
     let mut build = cargo(&workspace.root);
     build.args(["build", "--release", "--package", "ep-bench", "--bin", "ep-bench"]);
+    if wants_rdma(args) {
+        // Off by default: it needs packages to build.
+        build.args(["--features", "rdma"]);
+    }
     let status = build.status().map_err(|e| format!("cargo build: {e}"))?;
     if !status.success() {
         return Err("ep-bench does not build".into());
@@ -51,9 +55,33 @@ fn become_bench(workspace: &Workspace, args: &[OsString]) -> Result<()> {
     Err(format!("{}: {why}", program.display()))
 }
 
+/// Whether the transport asked for is RDMA: the last that is named counts.
+fn wants_rdma(args: &[OsString]) -> bool {
+    const OPTION: &str = "--transport";
+    let named = |i: usize| {
+        let text = args[i].to_str()?;
+        match text.strip_prefix(OPTION)? {
+            "" => args.get(i + 1)?.to_str(),
+            rest => rest.strip_prefix('='),
+        }
+    };
+    (0..args.len()).filter_map(named).next_back() == Some("rdma")
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn rdma_is_built_where_it_is_asked_for() {
+        let wants = |line: &str| {
+            wants_rdma(&line.split_whitespace().map(OsString::from).collect::<Vec<_>>())
+        };
+        assert!(wants("dispatch --transport rdma --ranks 2"));
+        assert!(wants("--transport host combine --transport=rdma"));
+        assert!(!wants("dispatch --transport host --json rdma"));
+        assert!(!wants("--transport rdma --transport nccl") && !wants("--transport"));
+    }
 
     #[test]
     fn the_commands_name_comes_first() {

@@ -1,5 +1,11 @@
 //! Options, and the cases they ask for.
 
+mod gpu;
+mod transport;
+
+pub use gpu::GpuArgs;
+pub use transport::Transport;
+
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -34,60 +40,6 @@ pub enum Bench {
     Overlap,
     /// GPUs: ways through an SM, alone and beside compute.
     Unroll,
-}
-
-/// Options of `--transport nvlink`.
-#[derive(Clone, Debug, clap::Args)]
-pub struct GpuArgs {
-    /// GPUs; rank r runs on GPU r mod N [default: up to 2]
-    #[arg(long, value_name = "N", value_parser = count)]
-    pub gpus: Option<usize>,
-    /// SMs for communication
-    #[arg(long, value_name = "N", default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=1024))]
-    pub sms: u32,
-    /// Replay a graph
-    #[arg(long)]
-    pub graph: bool,
-    /// Lay the routing out every time
-    #[arg(long)]
-    pub uncached: bool,
-    /// Without telling the host how many rows come; lays out every time
-    #[arg(long)]
-    pub capacity: bool,
-    /// Sum experts' rows before they travel (expert-major)
-    #[arg(long)]
-    pub reduced: bool,
-    /// Search for launch plans first, for at most so many seconds, or take what was found earlier
-    #[arg(long, value_name = "SECONDS", num_args = 0..=1, require_equals = true, default_missing_value = "4", value_parser = tuning_seconds, conflicts_with = "no_tune")]
-    pub tune: Option<f64>,
-    /// Launch by the plans that ship (the default)
-    #[arg(long)]
-    pub no_tune: bool,
-    /// Write results of suite, overlap and unroll into this folder
-    #[arg(long, value_name = "DIR")]
-    pub out: Option<PathBuf>,
-    /// Overlap and unroll: fewer SMs and runs
-    #[arg(long)]
-    pub quick: bool,
-    /// Overlap and unroll: only what has this in its name, as `partition 16`
-    #[arg(long, value_name = "TEXT")]
-    pub only: Option<String>,
-}
-
-/// How bytes reach a peer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
-#[serde(rename_all = "lowercase")]
-pub enum Transport {
-    /// Shared memory of this host, which runs anywhere.
-    Auto,
-    /// Shared memory of this host.
-    Host,
-    /// NVLink between GPUs.
-    Nvlink,
-    /// RDMA between hosts.
-    Rdma,
-    /// NCCL.
-    Nccl,
 }
 
 /// Measures dispatch and combine between ranks; verifies before it times.
@@ -152,9 +104,10 @@ pub struct Args {
     /// Seed of everything random
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub seed: u64,
-    /// Seconds for timing one case
-    #[arg(long, value_name = "S", default_value_t = 8.0, value_parser = seconds)]
-    pub budget: f64,
+    /// Seconds for timing one case [default: 8]; of copy, launch, overlap and unroll: no further
+    /// part is begun after so long [default: 170]
+    #[arg(long, value_name = "S", value_parser = seconds)]
+    pub budget: Option<f64>,
     /// Seconds until a rank that does not answer is given up
     #[arg(long, value_name = "S", default_value_t = 60.0, value_parser = seconds)]
     pub timeout: f64,
@@ -171,13 +124,14 @@ pub struct Args {
     #[arg(long, value_name = "HASH")]
     pub commit: Option<String>,
     /// What only GPUs have
-    #[command(flatten, next_help_heading = "With --transport nvlink")]
+    #[command(flatten, next_help_heading = "With --transport nvlink, copy or nccl")]
     pub gpu: GpuArgs,
     /// Only say what would be run: rows and bytes
     #[arg(long)]
     pub dry_run: bool,
-    /// With --dry-run: also what crosses between N nodes of equally many ranks, flat and once per node
-    #[arg(long, value_name = "N", value_parser = count, requires = "dry_run")]
+    /// Nodes of equally many ranks, which only --transport rdma, copy or nccl connects [default: a
+    /// node per rank]; with --dry-run: also what crosses between them, flat and once per node
+    #[arg(long, value_name = "N", value_parser = count)]
     pub nodes: Option<usize>,
     /// Run as one rank of a job: the plan comes by standard input
     #[arg(long, hide = true)]
@@ -198,12 +152,8 @@ fn seconds(text: &str) -> std::result::Result<f64, String> {
     }
 }
 
-fn tuning_seconds(text: &str) -> std::result::Result<f64, String> {
-    match text.parse::<f64>() {
-        Ok(s) if s > 0.0 && s <= 600.0 => Ok(s),
-        _ => Err("expected seconds, more than 0 and at most 600".into()),
-    }
-}
+/// Seconds for timing one case, where nothing else is said.
+const CASE: f64 = 8.0;
 
 /// All that is to be run, decided once; ranks in processes get it from their parent.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -214,6 +164,10 @@ pub struct Plan {
     pub layout_cost: bool,
     /// A process per rank.
     pub processes: bool,
+    /// How bytes reach a peer,
+    pub transport: Transport,
+    /// and between how many nodes, where it is not one: as many as there are ranks by default.
+    pub nodes: Option<usize>,
     /// Time for one case's runs.
     pub budget: Duration,
     /// Bound of every wait for a peer.
@@ -235,7 +189,9 @@ impl Args {
             cases: Vec::new(),
             layout_cost: matches!(self.bench, None | Some(Bench::Layout)),
             processes: self.processes,
-            budget: Duration::from_secs_f64(self.budget),
+            transport: self.transport,
+            nodes: self.nodes.filter(|_| self.transport.has_nodes()),
+            budget: self.budget(CASE),
             timeout: Duration::from_secs_f64(self.timeout),
             trace: self.trace.is_some(),
             notes: Vec::new(),
@@ -246,6 +202,9 @@ impl Args {
                 Router::new(&case)?;
                 let fixed = self.tokens.is_some() && self.bench != Some(Bench::Sweep);
                 plan.notes.extend(fit(&mut case, free, self.processes, fixed)?);
+                if self.transport.has_nodes() {
+                    self.nodes_of(case.shape.ranks)?;
+                }
                 // A sweep that reaches the memory's end stops there instead of repeating itself.
                 if !plan.cases.contains(&case) {
                     plan.cases.push(case);
@@ -255,16 +214,9 @@ impl Args {
         Ok(plan)
     }
 
-    fn check_transport(&self) -> Result<()> {
-        let name = match self.transport {
-            Transport::Auto | Transport::Host => return Ok(()),
-            Transport::Nvlink => "nvlink",
-            Transport::Rdma => "rdma",
-            Transport::Nccl => "nccl",
-        };
-        Err(BenchError::Usage(format!(
-            "--transport {name} is not in this build; it has `host`, which works on every machine"
-        )))
+    /// The time that was given, or so many seconds.
+    pub(crate) fn budget(&self, default: f64) -> Duration {
+        Duration::from_secs_f64(self.budget.unwrap_or(default))
     }
 
     fn operations(&self) -> Result<Vec<(Operation, Dtype)>> {
@@ -278,15 +230,18 @@ impl Args {
             ))),
         };
         Ok(match (self.bench, self.dtype) {
-            (Some(Bench::Layout), _) => Vec::new(),
+            // Those of GPUs were refused before.
             (
-                Some(Bench::Suite | Bench::Copy | Bench::Launch | Bench::Overlap | Bench::Unroll),
+                Some(
+                    Bench::Layout
+                    | Bench::Suite
+                    | Bench::Copy
+                    | Bench::Launch
+                    | Bench::Overlap
+                    | Bench::Unroll,
+                ),
                 _,
-            ) => {
-                let text = "suite, copy, launch, overlap and unroll measure GPUs: add \
-                            --transport nvlink";
-                return Err(BenchError::Usage(text.into()));
-            }
+            ) => Vec::new(),
             (None, None) => STANDARD.to_vec(),
             (None | Some(Bench::Sweep), _) => {
                 let mut both = vec![(Operation::Dispatch, dtype)];
@@ -360,124 +315,4 @@ impl Args {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn args(line: &str) -> std::result::Result<Args, clap::Error> {
-        Args::try_parse_from(std::iter::once("ep-bench").chain(line.split_whitespace()))
-    }
-
-    fn plan(line: &str) -> Result<Plan> {
-        args(line).unwrap_or_else(|e| panic!("{line}: {e}")).plan(64 << 30)
-    }
-
-    #[test]
-    fn nothing_asked_is_the_standard_set() {
-        let plan = plan("").unwrap();
-        let ran: Vec<String> = plan.cases.iter().map(Case::title).collect();
-        assert_eq!(ran, ["dispatch bf16", "dispatch fp8", "combine bf16"]);
-        assert!(plan.layout_cost && !plan.processes && plan.notes.is_empty());
-        assert!(plan.cases.iter().all(|case| case.workload == "host"));
-        let shape = Shape { ranks: 4, tokens: 1024, hidden: 7168, topk: 8, experts: 64 };
-        assert_eq!(plan.cases[0].shape, shape);
-    }
-
-    #[test]
-    fn every_option_is_understood() {
-        let line = "roundtrip --transport host --ranks 8 --processes --tokens 64 --hidden 1024 \
-                    --topk 4 --experts 32 --dtype fp8 --layout expert-major --routing masked:0.3 \
-                    --workload decode --json a.json --html a.html --trace t.json --seed 7 --dry-run \
-                    --alignment 128 --unequal --cached --budget 2 --timeout 5";
-        let parsed = args(line).unwrap();
-        assert!(parsed.dry_run && parsed.json.is_some() && parsed.html.is_some());
-        let plan = parsed.plan(64 << 30).unwrap();
-        assert!(plan.processes && plan.trace && !plan.layout_cost);
-        let case = &plan.cases[0];
-        assert_eq!(case.shape, Shape { ranks: 8, tokens: 64, hidden: 1024, topk: 4, experts: 32 });
-        assert_eq!(
-            (case.dtype, case.layout, case.alignment),
-            (Dtype::Fp8, Layout::ExpertMajor, 128)
-        );
-        assert_eq!((case.seed, case.cached, case.unequal), (7, true, true));
-        assert_eq!(case.workload, "custom");
-        assert_eq!(plan.timeout, Duration::from_secs(5));
-    }
-
-    #[test]
-    fn the_documented_lines_work() {
-        let decode = &plan("--ranks 8 --workload decode").unwrap().cases[0];
-        assert_eq!((decode.workload.as_str(), decode.shape.experts), ("decode", 288));
-        let many = &plan("--ranks 64 --tokens 64 --hidden 1024 --experts 256").unwrap().cases[0];
-        assert_eq!((many.shape.ranks, many.shape.experts), (64, 256));
-        assert!(plan("--ranks 4 --processes").unwrap().processes);
-        assert_eq!(plan("--ranks 100").unwrap().cases[0].shape.experts, 100);
-    }
-
-    #[test]
-    fn sweeps_cover_token_counts() {
-        let plan = plan("sweep --tokens 1000 --hidden 64").unwrap();
-        let tokens: Vec<usize> = plan.cases.iter().map(|case| case.shape.tokens).collect();
-        assert_eq!(tokens, [16, 64, 256, 1000, 16, 64, 256, 1000]);
-        assert_eq!(plan.cases[4].operation, Operation::Combine);
-    }
-
-    #[test]
-    fn wrong_options_end_with_2() {
-        for line in [
-            "--unknown",
-            "bench",
-            "--ranks 0",
-            "--ranks -1",
-            "--tokens x",
-            "--dtype bf17",
-            "--layout row",
-            "--routing nowhere",
-            "--workload lunch",
-            "--budget 0",
-            "--seed -1",
-        ] {
-            assert_eq!(args(line).unwrap_err().exit_code(), 2, "{line}");
-        }
-        for (line, says) in [
-            ("combine --dtype fp8", "cannot be combined"),
-            ("suite", "--transport nvlink"),
-            ("launch --transport host", "--transport nvlink"),
-            ("overlap --quick", "--transport nvlink"),
-            ("unroll", "--transport nvlink"),
-            ("--hidden 12", "multiple of 16"),
-            ("--ranks 8 --experts 7", "every rank needs an expert"),
-            ("--topk 65", "more than --experts 64"),
-            ("--transport nvlink", "not in this build"),
-            ("--routing one-rank:4", "there are 4 ranks"),
-            ("--routing grouped --experts 12", "multiple of 8"),
-            ("--routing /nonexistent/ids.npy", "/nonexistent/ids.npy"),
-            ("--tokens 100000000", "lower --tokens"),
-        ] {
-            let error = plan(line).unwrap_err();
-            assert!(error.to_string().contains(says), "{line}: {error}");
-            assert_eq!(error.exit_code(), 2);
-        }
-    }
-
-    #[test]
-    fn small_machines_get_fewer_tokens_and_a_note() {
-        let plan = args("").unwrap().plan(1 << 30).unwrap();
-        assert!(plan.cases[0].shape.tokens < 1024);
-        assert_eq!(plan.notes.len(), 3);
-    }
-
-    #[test]
-    fn help_fits() {
-        use clap::CommandFactory as _;
-        let help = Args::command().term_width(80).render_long_help().to_string();
-        assert!(help.lines().all(|line| line.chars().count() <= 80), "{help}");
-        assert!(!help.contains("rank-process"));
-    }
-
-    #[test]
-    fn plans_travel() {
-        let plan = plan("sweep --routing zipf:1.1").unwrap();
-        let text = serde_json::to_string(&plan).unwrap();
-        assert_eq!(serde_json::from_str::<Plan>(&text).unwrap(), plan);
-    }
-}
+mod tests;

@@ -10,6 +10,7 @@ use ep_runtime::{
 };
 
 use crate::case::{Case, Dtype, Layout};
+use crate::cli::Transport;
 use crate::data::Input;
 use crate::engine::{Capacity, Engine, Held, HeldRow, Seat};
 use crate::oracle::RankRow;
@@ -21,6 +22,38 @@ use crate::{BenchError, Result};
 pub struct HostSeat {
     group: Group,
     timeout: Duration,
+    carrier: Carrier,
+}
+
+/// How ranks of this host reach each other.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Carrier {
+    transport: Transport,
+    nodes: Option<usize>,
+}
+
+impl Carrier {
+    /// By `transport`, where it connects nodes between so many; by default each rank is one.
+    pub fn new(transport: Transport, nodes: Option<usize>) -> Self {
+        Self { transport, nodes }
+    }
+
+    #[cfg(not(feature = "rdma"))]
+    fn place(self, builder: EpBuilder, _: usize, _: usize) -> Result<EpBuilder> {
+        Ok(builder)
+    }
+
+    /// Devices and their settings are those of the variables `EP_RDMA_*`.
+    #[cfg(feature = "rdma")]
+    fn place(self, builder: EpBuilder, rank: usize, ranks: usize) -> Result<EpBuilder> {
+        if self.transport != Transport::Rdma {
+            return Ok(builder);
+        }
+        let of = ranks / self.nodes.unwrap_or(ranks).clamp(1, ranks);
+        let transport = ep_runtime::RdmaTransport::from_env()
+            .map_err(|e| transport(rank, "--transport rdma", &e))?;
+        Ok(builder.transport(transport.node((rank / of) as u64)))
+    }
 }
 
 impl HostSeat {
@@ -34,7 +67,7 @@ impl HostSeat {
             let rank = group.rank();
             let group =
                 group.with_timeout(timeout).map_err(|e| transport(rank, "local group", &e))?;
-            Ok(HostSeat { group, timeout })
+            Ok(HostSeat { group, timeout, carrier: Carrier::default() })
         };
         groups.into_iter().map(seat).collect()
     }
@@ -46,7 +79,14 @@ impl HostSeat {
     pub fn from_env(rank: usize, timeout: Duration) -> Result<HostSeat> {
         let failed = |e: TransportError| transport(rank, "rendezvous", &e);
         let rendezvous = Rendezvous::from_env().map_err(failed)?.with_timeout(timeout);
-        Ok(HostSeat { group: Group::from_env(&rendezvous).map_err(failed)?, timeout })
+        let group = Group::from_env(&rendezvous).map_err(failed)?;
+        Ok(HostSeat { group, timeout, carrier: Carrier::default() })
+    }
+
+    /// Reaches other ranks like this.
+    #[must_use]
+    pub fn over(self, carrier: Carrier) -> Self {
+        Self { carrier, ..self }
     }
 }
 
@@ -88,11 +128,14 @@ impl Seat for HostSeat {
             opts.layout = ep_runtime::Layout::ExpertMajor { alignment: case.alignment };
         }
         let rank = self.rank();
-        let ep = EpBuilder::new(moe)
+        let builder = EpBuilder::new(moe)
             .slots(1)
             .lanes(1)
             .timeout(self.timeout)
-            .connect_timeout(self.timeout)
+            .connect_timeout(self.timeout);
+        let ep = self
+            .carrier
+            .place(builder, rank, self.ranks())?
             .build(&self.group)
             .map_err(|e| failed(rank, "build", &e))?;
         let combine = CombineOpts { weighted: weighted(case), ..CombineOpts::default() };

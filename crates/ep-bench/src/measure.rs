@@ -7,9 +7,11 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use crate::case::{Case, Operation};
+use crate::cli::{Plan, Transport};
 use crate::copy::Copier;
 use crate::data::{Input, outputs};
 use crate::engine::{Engine, Seat};
+use crate::host::Carrier;
 use crate::report::Row;
 use crate::routing::Router;
 use crate::stats::{Summary, counts, now_ns, slowest};
@@ -29,6 +31,23 @@ pub struct Options {
     pub trace: bool,
     /// Whether ranks are processes.
     pub processes: bool,
+    /// How bytes reach a peer,
+    pub transport: Transport,
+    /// between how many nodes, where that is not one.
+    pub nodes: Option<usize>,
+}
+
+impl Options {
+    /// Those of a plan.
+    pub fn of(plan: &Plan) -> Self {
+        let Plan { budget, trace, processes, transport, nodes, .. } = *plan;
+        Self { budget, trace, processes, transport, nodes }
+    }
+
+    /// What ranks are connected by.
+    pub fn carrier(&self) -> Carrier {
+        Carrier::new(self.transport, self.nodes)
+    }
 }
 
 /// A row and, if asked for, the phases behind it.
@@ -270,7 +289,7 @@ fn row(case: &Case, expected: &Expected, all: &[Times], options: Options) -> Res
     let rate = |bytes: u64| bytes as f64 / out * per_row / time.p50_us / 1e3;
     Ok(Row {
         bench: case.operation.name().into(),
-        transport: "host".into(),
+        transport: options.transport.name().into(),
         workload: case.workload.clone(),
         dtype: case.dtype.name().into(),
         layout: case.layout.name().into(),
@@ -317,6 +336,10 @@ fn metrics(
         ("rows_total".into(), json!(rows.iter().sum::<usize>())),
         ("verified_tokens".into(), json!(expected.case.shape.tokens)),
     ]);
+    if options.transport.has_nodes() {
+        let nodes = options.nodes.unwrap_or(case.shape.ranks);
+        metrics.insert("nodes".into(), json!(nodes));
+    }
     let mut add = |name: &str, us: Vec<f64>| {
         if let Some(s) = Summary::of(&us) {
             metrics.insert(name.into(), json!(s.p50_us));

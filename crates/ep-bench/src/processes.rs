@@ -235,8 +235,8 @@ fn rank_cases(rank: usize) -> Result<()> {
     let mut text = String::new();
     std::io::stdin().read_to_string(&mut text).map_err(|e| BenchError::io("plan", e))?;
     let plan: Plan = serde_json::from_str(&text).map_err(|e| BenchError::io("plan", e))?;
-    let seat = HostSeat::from_env(rank, plan.timeout)?;
-    let options = Options { budget: plan.budget, trace: plan.trace, processes: true };
+    let options = Options::of(&plan);
+    let seat = HostSeat::from_env(rank, plan.timeout)?.over(options.carrier());
     for (number, case) in plan.cases.iter().enumerate() {
         if rank == 0 {
             say(&Message::Started(number));

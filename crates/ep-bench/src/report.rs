@@ -87,9 +87,22 @@ impl Report {
         Self { schema: SCHEMA, commit, machine, results: Vec::new() }
     }
 
-    /// The envelope as indented JSON, ending in a newline.
+    /// The envelope as JSON, ending in a newline: indented, but for rows, of which each is a line.
+    /// Sweeps have hundreds.
     pub fn json(&self) -> String {
-        let mut text = serde_json::to_string_pretty(self).expect("a report is plain data");
+        let head = Self { results: Vec::new(), ..self.clone() };
+        let mut text = serde_json::to_string_pretty(&head).expect("a report is plain data");
+        let rows: Vec<String> = self
+            .results
+            .iter()
+            .map(|row| format!("    {}", serde_json::to_string(row).expect("a row is plain data")))
+            .collect();
+        if !rows.is_empty() {
+            // The empty list is the last of the envelope.
+            let end = text.rfind("[]").expect("results are a list");
+            text.truncate(end);
+            text.push_str(&format!("[\n{}\n  ]\n}}", rows.join(",\n")));
+        }
         text.push('\n');
         text
     }
@@ -293,6 +306,17 @@ pub(crate) mod tests {
                 + r#""wire_gbps":3.25,"logical_gbps":4.5,"limit_us":11000.0,"#
                 + r#""limit_kind":"in-runcopy","wire_share":0.891,"metrics":{"seed":1}}]}"#
         );
+    }
+
+    #[test]
+    fn json_has_a_row_a_line() {
+        let text = |rows| report(rows).json();
+        let lines = |text: &str| text.lines().count();
+        let empty = text(vec![]);
+        assert!(empty.ends_with("\"results\": []\n}\n"), "{empty}");
+        let two = text(vec![row("dispatch", 1), row("combine", 2)]);
+        assert_eq!(lines(&two), lines(&empty) + 3);
+        assert_eq!(two.lines().filter(|line| line.contains("\"bench\"")).count(), 2);
     }
 
     #[test]

@@ -22,12 +22,13 @@ use crate::{Result, html, layout_cost, processes, threads, trace};
 /// # Errors
 /// Options that cannot be met, a failed verification, a failed rank, files that cannot be written.
 pub fn run(args: &Args) -> Result<Report> {
+    args.check_transport()?;
     #[cfg(feature = "cuda")]
-    if args.transport == crate::cli::Transport::Nvlink {
+    if args.transport.is_on_gpus() {
         return crate::nvlink::run(args);
     }
     // What crosses between nodes is asked of larger machines than this one.
-    let free = if args.nodes.is_some() { u64::MAX } else { free_memory() };
+    let free = if args.dry_run && args.nodes.is_some() { u64::MAX } else { free_memory() };
     let plan = args.plan(free)?;
     let mut report = Report::new(commit(args.commit.as_deref()), Machine::here());
     for note in &plan.notes {
@@ -90,10 +91,11 @@ fn execute(plan: &Plan, seed: u64, report: &mut Report, traces: &mut Vec<CaseTra
     if plan.processes {
         processes::run(plan, started, &mut done)?;
     } else {
-        let options = Options { budget: plan.budget, trace: plan.trace, processes: false };
+        let options = Options::of(plan);
         for (number, case) in plan.cases.iter().enumerate() {
             started(number);
             let seats = HostSeat::local(case.shape.ranks, plan.timeout)?;
+            let seats = seats.into_iter().map(|seat| seat.over(options.carrier())).collect();
             done(threads::run(seats, case, options)?);
         }
     }

@@ -6,6 +6,7 @@ use ep_kernels::cuda::Device;
 use ep_runtime::{Ep, PlanInForce, Tune};
 
 use super::reference::Reference;
+use super::way::Way;
 use crate::case::Case;
 use crate::host::kind;
 use crate::plan::Traffic;
@@ -25,6 +26,8 @@ pub struct Job {
     pub devices: Vec<Device>,
     /// Whether its layers are tuned.
     pub tune: Tune,
+    /// How its ranks reach each other.
+    pub way: Way,
     plans: Mutex<Vec<PlanInForce>>,
 }
 
@@ -36,8 +39,9 @@ impl Job {
         references: Vec<Reference>,
         devices: &[Device],
     ) -> Self {
-        let (devices, tune, plans) = (devices.to_vec(), Tune::Off, Mutex::default());
-        Self { case, traffic, reduced, references, devices, tune, plans }
+        let (devices, tune, way) = (devices.to_vec(), Tune::Off, Way::Mapped);
+        let plans = Mutex::default();
+        Self { case, traffic, reduced, references, devices, tune, way, plans }
     }
 
     /// Remembers how a layer of this job launches its kernels: rank 0's.

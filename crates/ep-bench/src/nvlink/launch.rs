@@ -7,12 +7,15 @@ use ep_kernels::cuda::{Compiler, Device, HoldSpec, SmTools};
 use ep_runtime::{CopyPath, LaunchAttributes, MovePlan, Tuning};
 use serde_json::json;
 
+use super::budget::Budget;
+use super::choice::tuning;
 use super::rank::{Call, Rank, on_ranks};
 use super::raw::{LIMIT, failed};
 use super::rows::{Limits, row};
 use super::{job, slowest};
 use crate::Result;
 use crate::case::{Case, Operation};
+use crate::cli::Args;
 use crate::report::Row;
 use crate::rng::{Purpose, Rng};
 
@@ -83,7 +86,8 @@ pub(super) fn plan_with(
 ///
 /// # Errors
 /// As the measurements.
-pub fn run(case: &Case, devices: &[Device]) -> Result<Vec<Row>> {
+pub fn run(args: &Args, case: &Case, devices: &[Device]) -> Result<Vec<Row>> {
+    let budget = Budget::of(args);
     let job = job(case.clone(), false, devices)?;
     let bytes = case.dtype.payload_bytes(case.shape.hidden) as u32;
     let points = points(case.seed);
@@ -91,21 +95,21 @@ pub fn run(case: &Case, devices: &[Device]) -> Result<Vec<Row>> {
         rank.verify(Call::default())?;
         let tools =
             SmTools::load(&rank.device, Compiler::get().map_err(failed)?).map_err(failed)?;
-        let start = std::time::Instant::now();
-        let step = |(i, point): (usize, &Point)| {
-            if rank.rank == 0 && i % 8 == 0 {
-                eprintln!(
-                    "{:>5.1} s: {i} of {} launches",
-                    start.elapsed().as_secs_f64(),
-                    points.len()
-                );
+        let mut seen = Vec::with_capacity(points.len());
+        for point in &points {
+            if budget.is_spent_for_any(rank)? {
+                break;
             }
-            one(rank, &tools, point, bytes)
-        };
-        points.iter().enumerate().map(step).collect::<Result<Vec<_>>>()
+            seen.push(one(rank, &tools, point, bytes)?);
+        }
+        Ok(seen)
     })?;
+    let measured = all.iter().map(Vec::len).min().unwrap_or(0);
+    if measured < points.len() {
+        println!("left out (--budget): {} of {} launches", points.len() - measured, points.len());
+    }
     let mut results = Vec::new();
-    for (i, point) in points.iter().enumerate() {
+    for (i, point) in points.iter().take(measured).enumerate() {
         let times: Vec<Vec<f64>> = all.iter().map(|rank| rank[i].0.clone()).collect();
         let blocked = (0..RUNS).filter(|&run| all.iter().any(|rank| rank[i].1[run])).count();
         let timed = (point.operation, slowest(&times));
@@ -133,12 +137,7 @@ fn one(
     point: &Point,
     row_bytes: u32,
 ) -> Result<(Vec<f64>, Vec<bool>)> {
-    let mut tuning = Tuning::default();
-    match point.operation {
-        Operation::Combine => tuning.combine = Some(plan(point, row_bytes)),
-        _ => tuning.dispatch = Some(plan(point, row_bytes)),
-    }
-    rank.retune(tuning)?;
+    rank.retune(tuning(point.operation, plan(point, row_bytes)))?;
     let (mut times, mut blocked) = (Vec::new(), Vec::new());
     let (least, _) = rank.device.priorities().map_err(failed)?;
     let beside = rank.device.stream(least).map_err(failed)?;

@@ -1,9 +1,11 @@
-//! `--transport nvlink`: ranks on GPUs.
+//! `--transport nvlink`, `copy` and `nccl`: ranks on GPUs.
 //!
 //! Ranks are threads, rank `r` on GPU `r % gpus`. Everything is compared with the host backend on
 //! the same job before it is timed, and the last timed run again. Times are between events on each
 //! rank's own stream, from a start that all ranks have together; the slowest rank counts.
 
+mod budget;
+mod choice;
 mod known;
 mod launch;
 mod overlap;
@@ -16,6 +18,7 @@ mod suite;
 mod timing;
 mod tune;
 mod unroll;
+mod way;
 
 pub use rank::{Call, Job};
 pub use suite::{ITEMS, Item};
@@ -34,6 +37,7 @@ use crate::routing::Routing;
 use crate::stats::{RUNS, WARM_UPS};
 use crate::workload::Workload;
 use crate::{BenchError, Result};
+use way::Way;
 
 /// Runs what `args` ask for on GPUs. Gives back the report.
 ///
@@ -41,21 +45,12 @@ use crate::{BenchError, Result};
 /// No GPUs, options that do not fit, a difference from the host backend, files that cannot be
 /// written; a table whose musts were missed is not an error.
 pub fn run(args: &Args) -> Result<Report> {
-    let usage = |text: &str| Err(BenchError::Usage(text.into()));
-    if args.processes {
-        return usage("--transport nvlink runs ranks as threads: leave --processes out");
-    }
+    args.check_transport()?;
     let cases = match args.bench {
-        Some(Bench::Sweep | Bench::Layout) => {
-            return usage(
-                "--transport nvlink measures dispatch, combine, roundtrip, copy, launch, suite, \
-                 overlap and unroll",
-            );
-        }
         Some(Bench::Suite) => Vec::new(),
         _ => cases(args)?,
     };
-    let devices = devices(args.gpu.gpus)?;
+    let devices = devices(args.gpu.gpus, args.transport.name())?;
     let mut report = Report::new(commit(args.commit.as_deref()), Machine::here());
     report.machine.gpus = devices.iter().map(|d| d.properties().name.clone()).collect();
     let mut outcome = Ok(());
@@ -63,8 +58,8 @@ pub fn run(args: &Args) -> Result<Report> {
         Some(Bench::Suite) => suite::run(args, &devices, &mut report)?,
         Some(Bench::Overlap) => outcome = overlap::run(args, &cases[0], &devices, &mut report),
         Some(Bench::Unroll) => outcome = unroll::run(args, &cases[0], &devices, &mut report),
-        Some(Bench::Copy) => report.results = tune::run(&cases[0], &devices)?,
-        Some(Bench::Launch) => report.results = launch::run(&cases[0], &devices)?,
+        Some(Bench::Copy) => report.results = tune::run(args, &cases[0], &devices)?,
+        Some(Bench::Launch) => report.results = launch::run(args, &cases[0], &devices)?,
         _ => {
             for case in cases {
                 measure(args, case, &devices, &mut report)?;
@@ -75,7 +70,7 @@ pub fn run(args: &Args) -> Result<Report> {
         Some(Bench::Overlap | Bench::Unroll) => overlap::table(&report),
         _ => rows::table(&report),
     };
-    print!("{table}");
+    print!("{table}{}", choice::table(&report.results));
     for (path, text) in [(&args.json, Report::json as fn(&Report) -> String), (&args.html, page)] {
         if let Some(path) = path {
             write(path, &text(&report))?;
@@ -93,15 +88,17 @@ fn measure(args: &Args, case: Case, devices: &[Device], report: &mut Report) -> 
         graph: gpu.graph,
         chain: false,
     };
+    let way = Way::of(args, case.shape.ranks, devices.len())?;
     let mut job = job(case, gpu.reduced, devices)?;
-    job.tune = tuning_mode(args);
+    (job.tune, job.way) = (tuning_mode(args), way);
     let limits = rows::Limits::measure(&job)?;
     for note in &limits.notes {
         println!("{note}");
     }
-    for timed in time(&job, gpu.sms, call)? {
-        let mut row = rows::row(&job, timed, gpu.sms, call, &limits);
+    for timed in time(&job, gpu.sms(), call)? {
+        let mut row = rows::row(&job, timed, gpu.sms(), call, &limits);
         rows::note_plan(&mut row, &job.plans());
+        rows::judge_nccl(&mut row);
         report.results.push(row);
     }
     Ok(())
@@ -130,10 +127,7 @@ pub(crate) fn time(job: &Job, sms: u32, call: Call) -> Result<Vec<(Operation, Ve
 
 /// Whether launch plans are searched for before anything is measured.
 pub(crate) fn tuning_mode(args: &Args) -> Tune {
-    match args.gpu.tune {
-        Some(seconds) => Tune::Search { limit: std::time::Duration::from_secs_f64(seconds) },
-        None => Tune::Off,
-    }
+    args.gpu.search().map_or(Tune::Off, |limit| Tune::Search { limit })
 }
 
 /// For every run, the time of the slowest rank.
@@ -150,7 +144,7 @@ pub(crate) fn job(case: Case, reduced: bool, devices: &[Device]) -> Result<Job> 
 }
 
 /// The first `count` GPUs, or all up to two.
-fn devices(count: Option<usize>) -> Result<Vec<Device>> {
+fn devices(count: Option<usize>, transport: &'static str) -> Result<Vec<Device>> {
     // Ranks that share a GPU wait for each other on it: their streams need queues of their own.
     if std::env::var_os("CUDA_DEVICE_MAX_CONNECTIONS").is_none() {
         // SAFETY: no other thread of this program has been started yet.
@@ -164,9 +158,9 @@ fn devices(count: Option<usize>) -> Result<Vec<Device>> {
     unsafe { std::env::remove_var(TUNE_VARIABLE) };
     let there = Driver::get()
         .and_then(|driver| driver.device_count())
-        .map_err(|e| BenchError::Tool { op: "--transport nvlink", detail: e.to_string() })?;
-    let count = count.unwrap_or(there.min(2));
-    if count == 0 || count > there {
+        .map_err(|e| BenchError::Tool { op: transport, detail: e.to_string() })?;
+    let count = count.unwrap_or(there.clamp(1, 2));
+    if count > there {
         return Err(BenchError::Usage(format!("--gpus {count}: this process sees {there} GPUs")));
     }
     (0..count).map(|ordinal| Device::open(ordinal).map_err(raw::failed)).collect()

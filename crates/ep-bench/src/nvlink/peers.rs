@@ -159,7 +159,10 @@ impl Nccl {
             None => "libnccl.so.2".into(),
         };
         // SAFETY: NVIDIA's library; its initialisers have no preconditions.
-        let library = unsafe { Library::new(name) }.map_err(nccl_error)?;
+        let library = unsafe { Library::new(&name) }.map_err(|e| {
+            let name = name.display();
+            nccl_error(format!("{name}: {e}; {NCCL_PATH_VARIABLE} says which file or folder it is"))
+        })?;
         macro_rules! symbol {
             ($name:literal, $kind:ty) => {
                 // SAFETY: the signature is that of nccl.h (2.x) for this symbol.
@@ -181,6 +184,14 @@ impl Nccl {
             _library: library,
         })
     }
+}
+
+/// NCCL's version, as it numbers them.
+///
+/// # Errors
+/// No libnccl.so.2.
+pub fn nccl_version() -> Result<c_int> {
+    Nccl::open().map(|nccl| nccl.version)
 }
 
 fn ok(op: &str, code: c_int) -> Result<()> {

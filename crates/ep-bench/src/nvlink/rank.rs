@@ -157,8 +157,8 @@ impl<'a> Rank<'a> {
         let device = job.devices[rank % job.devices.len()].clone();
         let stream = device.stream(0).map_err(cuda)?;
         let ordinal = device.properties().ordinal;
-        let ep = EpBuilder::new(layer(&job.case, &job.traffic))
-            .place(Place::Cuda(ordinal))
+        let builder = EpBuilder::new(layer(&job.case, &job.traffic)).place(Place::Cuda(ordinal));
+        let ep = (job.way.place(builder, ordinal))
             .slots(setup.slots)
             .lanes(setup.lanes)
             .sm_policy(setup.policy)

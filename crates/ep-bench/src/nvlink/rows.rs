@@ -6,10 +6,12 @@ use std::fmt::Write as _;
 use ep_runtime::{PlanInForce, PlanOrigin};
 use serde_json::{Value, json};
 
+use super::choice::plan_text;
 use super::known::Job;
 use super::peers::{copy_engines, nccl_all_to_all};
 use super::rank::Call;
-use super::tune::plan_text;
+use super::suite::verdict;
+use super::way::Way;
 use crate::Result;
 use crate::case::{Case, Layout, Operation};
 use crate::plan::Traffic;
@@ -136,14 +138,24 @@ pub fn row(
         metrics.insert("nccl_version".into(), json!(version));
         metrics.insert("nccl_ratio".into(), json!(time.p50_us / nccl.p50_us));
     }
+    if let Some(nodes) = job.way.nodes() {
+        metrics.insert("nodes".into(), json!(nodes.last().map(|last| last + 1)));
+    }
+    if let Way::Nccl { ctas, .. } = &job.way {
+        metrics.insert("nccl_ctas".into(), json!(ctas));
+    }
     for note in &limits.notes {
         metrics.insert("note".into(), json!(note));
     }
     Row {
         bench: operation.name().into(),
-        transport: "nvlink".into(),
+        transport: job.way.name().into(),
         workload: case.workload.clone(),
-        dtype: case.dtype.name().into(),
+        dtype: match operation {
+            // Rows come back in a type that can be summed.
+            Operation::Combine => case.dtype.back().name().into(),
+            _ => case.dtype.name().into(),
+        },
         layout: case.layout.name().into(),
         ranks: case.shape.ranks,
         tokens: case.shape.tokens,
@@ -165,6 +177,22 @@ pub fn row(
         wire_share: limit.map(|us| us / time.p50_us),
         metrics,
     }
+}
+
+/// Judges a transport by NCCL against NCCL's own all-to-all of as many bytes in the same run, where
+/// that is asked: training's bf16 dispatch.
+pub fn judge_nccl(row: &mut Row) {
+    const MUST: f64 = 1.35;
+    const GOAL: f64 = 1.15;
+    let asked = row.transport == "nccl"
+        && (row.bench.as_str(), row.dtype.as_str()) == ("dispatch", "bf16")
+        && (row.workload.as_str(), row.layout.as_str()) == ("train", "rank-major");
+    let nccl = row.metrics.get("nccl_us").and_then(Value::as_f64);
+    let Some(nccl) = nccl.filter(|_| asked) else { return };
+    let (must, goal) = (MUST * nccl, GOAL * nccl);
+    row.metrics.insert("must_us".into(), json!(must));
+    row.metrics.insert("goal_us".into(), json!(goal));
+    row.metrics.insert("verdict".into(), json!(verdict(row.p50_us, must, goal)));
 }
 
 /// Says in a row by which plan its kernel was launched, and where that came from.
@@ -190,7 +218,8 @@ pub fn table(report: &Report) -> String {
     for row in &report.results {
         let flag = |name: &str| row.metrics.get(name).and_then(Value::as_bool) == Some(true);
         let text = |name: &str| row.metrics.get(name).and_then(Value::as_str);
-        if row.metrics.get("best") == Some(&json!(false)) {
+        // Points that are not the best, and what has a table of its own.
+        if row.metrics.get("best") == Some(&json!(false)) || row.metrics.contains_key("table") {
             continue;
         }
         let mut how = text("how").map_or_else(Vec::new, |how| vec![how]);

@@ -36,8 +36,47 @@ fn without_gpus_the_error_says_so() {
     if Driver::get().is_ok() {
         return;
     }
-    let error = run(&args("dispatch --transport nvlink")).unwrap_err();
-    assert!(error.to_string().contains("libcuda"), "{error}");
+    for transport in ["nvlink", "copy", "nccl"] {
+        let error = run(&args(&format!("dispatch --transport {transport}"))).unwrap_err();
+        assert!(error.to_string().contains("libcuda") && error.exit_code() == 1, "{error}");
+        assert!(error.to_string().starts_with(transport), "{error}");
+    }
+}
+
+#[test]
+fn rows_name_their_transport_and_the_type_they_move() {
+    let case = standard(Operation::Dispatch, Workload::Train, 2, Dtype::Fp8, Layout::RankMajor);
+    let case =
+        Case { shape: Shape { ranks: 2, tokens: 9, hidden: 128, topk: 2, experts: 6 }, ..case };
+    let mut job = job(case, false, &[]).unwrap();
+    job.way = Way::Nccl { nodes: vec![0, 1], ctas: 8 };
+    let limits = rows::Limits::default();
+    let of = |operation| rows::row(&job, (operation, vec![20.0; 3]), 16, Call::default(), &limits);
+    let [dispatch, combine, both] =
+        [Operation::Dispatch, Operation::Combine, Operation::Roundtrip].map(of);
+    assert_eq!([&dispatch.dtype, &combine.dtype, &both.dtype], ["fp8", "bf16", "fp8"]);
+    assert_eq!(dispatch.transport, "nccl");
+    assert_eq!(
+        (&dispatch.metrics["nodes"], &dispatch.metrics["nccl_ctas"]),
+        (&2.into(), &8.into())
+    );
+}
+
+#[test]
+fn trainings_dispatch_is_judged_by_nccls_own_exchange() {
+    let judged = |transport: &str, dtype: &str, p50_us: f64| {
+        let mut row = crate::report::tests::row("dispatch", 8192);
+        (row.transport, row.workload) = (transport.into(), "train".into());
+        (row.dtype, row.p50_us) = (dtype.into(), p50_us);
+        row.metrics.insert("nccl_us".into(), 100.0.into());
+        rows::judge_nccl(&mut row);
+        row.metrics.get("verdict").cloned()
+    };
+    for (us, verdict) in [(115.0, "goal"), (135.0, "must"), (135.1, "missed")] {
+        assert_eq!(judged("nccl", "bf16", us), Some(verdict.into()));
+    }
+    assert_eq!(judged("nccl", "fp8", 90.0), None);
+    assert_eq!(judged("nvlink", "bf16", 90.0), None);
 }
 
 #[test]

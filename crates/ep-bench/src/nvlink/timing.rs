@@ -6,14 +6,29 @@ use ep_runtime::Dispatched;
 use super::rank::{Call, Rank};
 use super::raw::failed as cuda;
 use super::raw::{Graph, await_event};
-use crate::Result;
 use crate::case::Operation;
 use crate::stats::{RUNS, WARM_UPS};
+use crate::{BenchError, Result};
 
 impl Rank<'_> {
     fn record(&self) -> Result<Event> {
         // SAFETY: this rank's live stream.
         unsafe { self.events.record(self.stream.raw()) }.map_err(cuda)
+    }
+
+    /// The largest of the ranks' values, on all of them. Collective.
+    ///
+    /// # Errors
+    /// A rank that failed.
+    pub fn largest(&self, value: f64) -> Result<f64> {
+        let all = self.group.all_gather(&value.to_le_bytes()).map_err(|e| BenchError::Rank {
+            rank: self.rank,
+            op: "all_gather",
+            blames: e.peer().or(Some(0)),
+            detail: e.to_string(),
+        })?;
+        let values = all.iter().filter_map(|bytes| bytes.as_slice().try_into().ok());
+        Ok(values.map(f64::from_le_bytes).fold(value, f64::max))
     }
 
     /// After a failure, opens the gate: what this rank drops next may wait for streams that wait there.
@@ -34,12 +49,23 @@ impl Rank<'_> {
         early: bool,
         work: impl FnOnce(&mut Self) -> Result<T>,
     ) -> Result<(f64, T)> {
+        self.timed_after(early, &|| Ok(()), work)
+    }
+
+    /// As [`Rank::timed`]; the start is not before `ready` has come back on all ranks.
+    fn timed_after<T>(
+        &mut self,
+        early: bool,
+        ready: &dyn Fn() -> Result<()>,
+        work: impl FnOnce(&mut Self) -> Result<T>,
+    ) -> Result<(f64, T)> {
         self.round += 1;
         self.barrier()?;
         // SAFETY: this rank's live stream; it is drained before the gate goes.
         unsafe { self.gate.hold(&self.device, self.stream.raw(), self.round)? };
         let start = self.record()?;
         let open = |rank: &Self| -> Result<()> {
+            rank.gate_opened(ready())?;
             rank.barrier()?;
             if rank.rank == 0 {
                 rank.gate.open(rank.round);
@@ -70,8 +96,9 @@ impl Rank<'_> {
         (warm_ups, runs): (usize, usize),
         check: bool,
     ) -> Result<Vec<f64>> {
-        // A host that waits for counts cannot submit everything ahead.
-        let early = !call.uncached || call.capacity;
+        // A host that waits for counts, or for verdicts, cannot submit everything ahead.
+        let far = self.job.way.is_far();
+        let early = !far && (!call.uncached || call.capacity);
         let mut times = Vec::with_capacity(runs);
         for run in 1..=warm_ups + runs {
             let last = check && run == warm_ups + runs;
@@ -83,7 +110,7 @@ impl Rank<'_> {
                         self.poison(rows)?;
                     }
                     self.write_outputs(rows)?;
-                    let (us, ()) = self.timed(true, |rank| rank.combine(held))?;
+                    let (us, ()) = self.timed(!far, |rank| rank.combine(held))?;
                     if last {
                         self.check_combined()?;
                     }
@@ -122,14 +149,28 @@ impl Rank<'_> {
     /// # Errors
     /// As [`Rank::measure`].
     pub fn measure_beside(&mut self, operation: Operation, early: bool) -> Result<Vec<f64>> {
+        self.measure_after(operation, early, &|| Ok(()))
+    }
+
+    /// As [`Rank::measure_beside`], right after `ready` has come back on all ranks.
+    ///
+    /// # Errors
+    /// As [`Rank::measure`]; those of `ready`.
+    pub fn measure_after(
+        &mut self,
+        operation: Operation,
+        early: bool,
+        ready: &dyn Fn() -> Result<()>,
+    ) -> Result<Vec<f64>> {
         match operation {
             Operation::Combine => {
                 let mut held = self.slot()?;
                 self.rows_of(&mut held)?;
-                Ok(vec![self.timed(early, |rank| rank.combine(held))?.0])
+                Ok(vec![self.timed_after(early, ready, |rank| rank.combine(held))?.0])
             }
             _ => {
-                let (us, held) = self.timed(early, |rank| rank.dispatch(Call::default()))?;
+                let work = |rank: &mut Self| rank.dispatch(Call::default());
+                let (us, held) = self.timed_after(early, ready, work)?;
                 held.release(&self.queue);
                 Ok(vec![us])
             }

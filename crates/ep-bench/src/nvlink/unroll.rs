@@ -1,14 +1,16 @@
 //! `unroll`: ways through an SM, alone and beside compute: what unrolling is worth, and what tuning
-//! beside compute is.
+//! beside compute is. And how the plan in force compares with the best beside a holder.
 
 use std::path::Path;
-use std::time::{Duration, Instant};
 
 use ep_kernels::cuda::moe::{SUM_SHAPES, UNROLLS};
 use ep_kernels::cuda::{Device, DeviceProperties};
-use ep_runtime::{CopyPath, MovePlan, Tuning};
+use ep_runtime::{CopyPath, MovePlan, PlanInForce, Tuning};
 use serde_json::{Value, json};
 
+use super::budget::Budget;
+use super::choice::{Choice, in_force, plan_text, tuning};
+use super::overlap::choose;
 use super::overlap::judge::{Bound, median};
 use super::overlap::multiply::{Matrices, Products};
 use super::overlap::points::{Beside, OPERATIONS, Policy, Scope, shuffle};
@@ -16,7 +18,7 @@ use super::overlap::seat::{Beheld, Seat};
 use super::overlap::{first, matrices, put_bounds, scope};
 use super::rank::{Call, Setup, on_ranks_with};
 use super::rows::{Limits, row};
-use super::{Job, job, slowest};
+use super::{Job, job, slowest, tuning_mode};
 use crate::Result;
 use crate::case::{Case, Operation};
 use crate::cli::Args;
@@ -26,8 +28,6 @@ use crate::report::{Report, Row, write};
 pub const SMS: [u32; 3] = [12, 18, 24];
 /// Beside what.
 const LOADS: [Beside; 2] = [Beside::Holder, Beside::Gemm];
-/// No further layer is started after so long: GPUs are shared.
-const TIME: Duration = Duration::from_secs(150);
 
 /// One way of one operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -41,21 +41,11 @@ pub struct Point {
 impl Point {
     /// `ldst u4 w16`, `tma 2x14336 w5`.
     pub fn how(&self) -> String {
-        let warps = self.plan.warps;
-        match self.plan.path {
-            CopyPath::Tma { stages, chunk } => format!("tma {stages}x{chunk} w{warps}"),
-            CopyPath::LdSt { unroll } => format!("ldst u{unroll} w{warps}"),
-            other => format!("{other:?} w{warps}"),
-        }
+        plan_text(&self.plan)
     }
 
     fn tuning(&self) -> Tuning {
-        let mut tuning = Tuning::default();
-        match self.operation {
-            Operation::Combine => tuning.combine = Some(self.plan),
-            _ => tuning.dispatch = Some(self.plan),
-        }
-        tuning
+        tuning(self.operation, self.plan)
     }
 
     fn is_tma(&self) -> bool {
@@ -162,9 +152,10 @@ pub fn best(points: &[(Point, Times)], operation: Operation) -> Best {
 /// The first of the measurements; the others are made and written nevertheless.
 pub(super) fn run(args: &Args, case: &Case, devices: &[Device], report: &mut Report) -> Result<()> {
     let scope = scope(args, devices)?;
-    let job = job(case.clone(), false, devices)?;
+    let mut job = job(case.clone(), false, devices)?;
+    job.tune = tuning_mode(args);
     let matrices = matrices(devices)?;
-    let (start, mut failures) = (Instant::now(), Vec::new());
+    let (budget, mut failures) = (Budget::of(args), Vec::new());
     let mut layers = SMS.to_vec();
     shuffle(&mut layers, case.seed, 3000);
     if scope.quick {
@@ -172,14 +163,9 @@ pub(super) fn run(args: &Args, case: &Case, devices: &[Device], report: &mut Rep
     }
     for sms in layers {
         let points = points(&scope, (sms, case.seed), case, devices[0].properties());
-        if points.is_empty() {
+        if points.is_empty() || !budget.begins(&format!("{sms} SMs, {} points", points.len())) {
             continue;
         }
-        if start.elapsed() > TIME {
-            println!("left out after {} s: {sms} SMs", TIME.as_secs());
-            continue;
-        }
-        eprintln!("{:>5.1} s: {sms} SMs, {} points", start.elapsed().as_secs_f64(), points.len());
         match layer(&job, &matrices, (sms, &points), &scope) {
             Ok(rows) => report.results.extend(rows),
             Err(error) => failures.push((format!("{sms} SMs"), error)),
@@ -223,9 +209,11 @@ fn layer(
         .map(|(i, &point)| (point, merge(ranks.iter().map(|(_, all)| &all[i]))))
         .collect();
     let bests = OPERATIONS.map(|operation| (operation, best(&timed, operation)));
-    compare(job, sms, &timed, &bests)?;
     let taken = ranks[0].0.taken;
-    let mut rows = Vec::new();
+    let mut rows: Vec<Row> = compare(job, &setup, &timed, &bests)?
+        .iter()
+        .map(|choice| choice.row(job, &format!("partition {sms}"), sms))
+        .collect();
     for (operation, best) in &bests {
         rows.extend(summaries(job, (sms, taken), &timed, (*operation, best)));
     }
@@ -260,14 +248,21 @@ fn merge<'s>(samples: impl Iterator<Item = &'s Sample>) -> Times {
     Times { alone: median(&runs), runs, beside }
 }
 
-/// Compares what the best points of each operation give with the host backend.
+/// Compares what the best points of each operation give with the host backend, and the plans in force
+/// with the best beside a holder.
 fn compare(
     job: &Job,
-    sms: u32,
+    setup: &Setup,
     timed: &[(Point, Times)],
     bests: &[(Operation, Best)],
-) -> Result<()> {
-    on_ranks_with(job, &Setup::new(sms, Tuning::default()), &|rank| {
+) -> Result<Vec<Choice>> {
+    let plans = job.plans();
+    let holder = |(operation, best): &(Operation, Best)| {
+        let chosen = in_force(&plans, *operation)?;
+        Some((*operation, chosen, timed[best.beside[0]?].0.plan))
+    };
+    let pairs: Vec<_> = bests.iter().filter_map(holder).collect();
+    let all = on_ranks_with(job, setup, &|rank| {
         rank.verify(Call::default())?;
         for (_, best) in bests {
             for at in chosen(best) {
@@ -276,9 +271,19 @@ fn compare(
                 rank.measure(point.operation, Call::default(), (0, 1), true)?;
             }
         }
-        Ok(())
-    })
-    .map(drop)
+        let mut seat = Seat::new(rank)?;
+        let load = Some(Beside::Holder);
+        let duel = |&(operation, chosen, best): &(_, PlanInForce, _)| {
+            choose::duel(&mut seat, (operation, load), [chosen.plan, best])
+        };
+        pairs.iter().map(duel).collect::<Result<Vec<_>>>()
+    })?;
+    let choice = |(i, &(operation, chosen, best)): (usize, &(Operation, PlanInForce, MovePlan))| {
+        let points = timed.iter().filter(|(point, _)| point.operation == operation).count();
+        let times = all.iter().map(|rank| rank[i].clone()).collect();
+        Choice { operation, chosen, best, points, beside: Beside::Holder.name(), times }
+    };
+    Ok(pairs.iter().enumerate().map(choice).collect())
 }
 
 /// All points that are the best of something, once each.

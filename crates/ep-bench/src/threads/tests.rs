@@ -267,8 +267,13 @@ fn case(operation: Operation, dtype: Dtype) -> Case {
     }
 }
 
-const OPTIONS: Options =
-    Options { budget: Duration::from_millis(50), trace: true, processes: false };
+const OPTIONS: Options = Options {
+    budget: Duration::from_millis(50),
+    trace: true,
+    processes: false,
+    transport: crate::cli::Transport::Host,
+    nodes: None,
+};
 
 #[test]
 fn every_operation_gives_a_verified_row() {

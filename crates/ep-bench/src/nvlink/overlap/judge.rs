@@ -1,4 +1,4 @@
-//! What figures mean: losses, bounds, the ideal schedule.
+//! What figures mean: losses and what is asked of them.
 
 use super::points::{Beside, Policy};
 use super::seat::Sms;
@@ -8,6 +8,8 @@ use super::seat::Sms;
 pub struct Figures {
     /// Half of the calls alone took no longer, microseconds.
     pub alone_us: Option<f64>,
+    /// The same right behind compute, in the clocks that it leaves.
+    pub warm_us: Option<f64>,
     /// The same beside compute.
     pub beside_us: Option<f64>,
     /// Calls that waited for the end of what held the SMs.
@@ -29,6 +31,8 @@ pub struct Figures {
     /// MHz.
     pub clock_alone: Option<f64>,
     /// MHz.
+    pub clock_warm: Option<f64>,
+    /// MHz.
     pub clock_beside: Option<f64>,
 }
 
@@ -36,6 +40,18 @@ impl Figures {
     /// Share by which calls are slower beside compute.
     pub fn slowdown(&self) -> Option<f64> {
         Some(self.beside_us? / self.alone_us? - 1.0)
+    }
+
+    /// The part of it that lower clocks explain: by how much calls alone are slower right behind
+    /// compute.
+    pub fn by_clocks(&self) -> Option<f64> {
+        Some(self.warm_us? / self.alone_us? - 1.0)
+    }
+
+    /// The part that sharing the GPU explains: by how much calls beside compute are slower than right
+    /// behind it. 1 + `slowdown` is 1 + `by_clocks` times 1 + this.
+    pub fn by_contention(&self) -> Option<f64> {
+        Some(self.beside_us? / self.warm_us? - 1.0)
     }
 }
 
@@ -102,16 +118,4 @@ pub fn loss(before: Option<f64>, after: Option<f64>) -> Option<f64> {
 /// The median, nearest rank.
 pub fn median(values: &[f64]) -> Option<f64> {
     crate::stats::Summary::of(values).map(|summary| summary.p50_us)
-}
-
-/// How long `batches` micro-batches take at the least whose stages take so long: dispatches follow each
-/// other, so do experts and combines; experts need their dispatch, a combine its experts.
-pub fn ideal_schedule(batches: usize, (dispatch, experts, combine): (f64, f64, f64)) -> f64 {
-    let (mut dispatched, mut computed, mut combined) = (0.0f64, 0.0f64, 0.0f64);
-    for _ in 0..batches {
-        dispatched += dispatch;
-        computed = computed.max(dispatched) + experts;
-        combined = combined.max(computed) + combine;
-    }
-    combined
 }

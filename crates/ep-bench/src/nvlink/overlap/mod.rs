@@ -1,9 +1,12 @@
 //! `overlap`: dispatch and combine beside compute, and compute beside them.
 //!
-//! In one process and in an order of the seed: calls alone, compute alone on all SMs and on those that
-//! are left to it, calls while compute runs, and compute while calls run back to back; then launches
-//! that must not block, one that does, and the pipeline helper.
+//! In one process and in an order of the seed: calls alone, right behind compute and while it runs,
+//! compute alone on all SMs and on those that are left to it, and while calls run back to back; which
+//! plan is in force and which is the best; launches that must not block, one that does, and the pipeline
+//! helper.
 
+mod bound;
+pub(super) mod choose;
 mod clocks;
 mod hold;
 pub(super) mod judge;
@@ -13,16 +16,17 @@ mod pipeline;
 mod point;
 pub(super) mod points;
 pub(super) mod seat;
+mod stages;
 mod table;
 mod tries;
 
 use std::path::Path;
-use std::time::{Duration, Instant};
 
 use ep_kernels::cuda::Device;
 use ep_runtime::Tuning;
 use serde_json::json;
 
+use super::budget::Budget;
 use super::rank::{Call, Setup, on_ranks_with};
 use super::rows::{Limits, note_plan, row};
 use super::{Job, job, tuning_mode};
@@ -36,9 +40,6 @@ use points::{Beside, Config, OPERATIONS, Point, Policy, Scope};
 use seat::{Seat, Sms};
 pub(super) use table::table;
 
-/// No further layer is started after so long: GPUs are shared.
-const TIME: Duration = Duration::from_secs(170);
-
 /// What ranks gave for one point: its SMs and the samples.
 type Seen = (Sms, Vec<point::Sample>);
 
@@ -51,40 +52,35 @@ pub(super) fn run(args: &Args, case: &Case, devices: &[Device], report: &mut Rep
     let mut job = job(case.clone(), false, devices)?;
     job.tune = tuning_mode(args);
     let matrices = matrices(devices)?;
-    let (start, mut failures) = (Instant::now(), Vec::new());
+    let (budget, mut failures) = (Budget::of(args), Vec::new());
+    // What there is one of comes first: layers take what time is left.
+    if scope.wants(pipeline::NAME) && budget.begins(pipeline::NAME) {
+        match pipeline::run(&job, &matrices, &scope) {
+            Ok(samples) => report.results.push(pipelined(args, &job, &samples)?),
+            Err(error) => failures.push(("pipeline".into(), error)),
+        }
+        save(args, report)?;
+    }
+    match tries::run(&job, &scope, (case.seed, &budget)) {
+        Ok(seen) => report.results.extend(seen.iter().map(|(one, seen)| tried(&job, one, seen))),
+        Err(error) => failures.push(("tries".into(), error)),
+    }
+    save(args, report)?;
     let mut number = 0;
     for (config, points) in points::configs(&scope, case.seed) {
-        if start.elapsed() > TIME {
-            println!("left out after {} s: {config:?}", TIME.as_secs());
-            continue;
-        }
-        eprintln!("{:>5.1} s: {config:?}", start.elapsed().as_secs_f64());
-        match layer(&job, &matrices, &config, &points, (&scope, case.seed, number)) {
-            Ok(rows) => report.results.extend(rows),
-            Err(error) => {
-                eprintln!("{config:?}: {error}");
-                failures.push((format!("{config:?}"), error));
+        if budget.begins(&config.to_string()) {
+            match layer(&job, &matrices, &config, &points, (&scope, case.seed, number)) {
+                Ok(rows) => report.results.extend(rows),
+                Err(error) => {
+                    eprintln!("{config}: {error}");
+                    failures.push((config.to_string(), error));
+                }
             }
         }
         number += points.len();
     }
     sort(&mut report.results);
     save(args, report)?;
-    eprintln!("{:>5.1} s: tries", start.elapsed().as_secs_f64());
-    match tries::run(&job, &scope, case.seed) {
-        Ok(seen) => report.results.extend(seen.iter().map(|(one, seen)| tried(&job, one, seen))),
-        Err(error) => failures.push(("tries".into(), error)),
-    }
-    save(args, report)?;
-    if scope.wants(pipeline::NAME) {
-        eprintln!("{:>5.1} s: pipeline", start.elapsed().as_secs_f64());
-        match pipeline::run(&job, &matrices, &scope) {
-            Ok(samples) => report.results.push(pipelined(args, &job, &samples)?),
-            Err(error) => failures.push(("pipeline".into(), error)),
-        }
-    }
-    save(args, report)?;
-    eprintln!("{:>5.1} s: done", start.elapsed().as_secs_f64());
     first(failures)
 }
 
@@ -129,6 +125,7 @@ fn layer(
     (scope, seed, number): (&Scope, u64, usize),
 ) -> Result<Vec<Row>> {
     let Config { policy, sms } = *config;
+    let choices = choose::wanted(config, scope);
     let setup = Setup { policy: policy.of(sms), ..Setup::new(sms, Tuning::default()) };
     let ranks = on_ranks_with(job, &setup, &|rank| {
         rank.verify(Call::default())?;
@@ -151,16 +148,24 @@ fn layer(
         {
             eprintln!("cuBLASLt is left out: {why}");
         }
-        Ok((seat.sms.clone(), samples))
+        let swept = choices.iter().enumerate();
+        let swept = swept.map(|(i, &op)| choose::measure(&mut seat, job, op, (config, number + i)));
+        let swept = swept.collect::<Result<Vec<_>>>()?;
+        Ok((seat.sms.clone(), samples, swept))
     })?;
     let mut rows = Vec::new();
     for (i, point) in points.iter().enumerate() {
         let samples: Option<Vec<point::Sample>> =
-            ranks.iter().map(|(_, samples)| samples[i].clone()).collect();
+            ranks.iter().map(|(_, samples, _)| samples[i].clone()).collect();
         let Some(samples) = samples else { continue };
         let mut row = result(job, point, (ranks[0].0.clone(), samples));
         note_plan(&mut row, &job.plans());
         rows.push(row);
+    }
+    for i in 0..choices.len() {
+        let swept: Option<Vec<_>> = ranks.iter().map(|(_, _, swept)| swept[i].clone()).collect();
+        let choice = swept.and_then(choose::merge);
+        rows.extend(choice.map(|choice| choice.row(job, &config.to_string(), ranks[0].0.blocks)));
     }
     Ok(rows)
 }
@@ -184,8 +189,11 @@ fn result(job: &Job, point: &Point, (sms, samples): Seen) -> Row {
     put("device_sms", json!(sms.all));
     put("instead", json!(sms.why));
     put("alone_us", json!(figures.alone_us));
+    put("alone_warm_us", json!(figures.warm_us));
     put("beside_us", json!(figures.beside_us));
     put("slowdown", json!(figures.slowdown()));
+    put("slowdown_by_clocks", json!(figures.by_clocks()));
+    put("slowdown_by_contention", json!(figures.by_contention()));
     put("blocked", json!(figures.blocked));
     put("outside", json!(figures.outside));
     put("tflops_all", json!(figures.tflops_all));
@@ -195,6 +203,7 @@ fn result(job: &Job, point: &Point, (sms, samples): Seen) -> Row {
     put("loss_own", json!(figures.loss_own));
     put("back_to_back_us", json!(figures.back_to_back_us));
     put("clock_alone_mhz", json!(figures.clock_alone));
+    put("clock_alone_warm_mhz", json!(figures.clock_warm));
     put("clock_beside_mhz", json!(figures.clock_beside));
     put("alone_runs", json!(alone));
     put("beside_runs", json!(beside));
@@ -254,7 +263,6 @@ fn pipelined(args: &Args, job: &Job, samples: &[pipeline::Sample]) -> Result<Row
     }
     let timed = (Operation::Roundtrip, outcome.runs.clone());
     let mut row = row(job, timed, pipeline::SMS, Call::default(), &Limits::default());
-    let (dispatch, experts, combine) = outcome.stages;
     let ratio = outcome.ratio;
     let mut put = |name: &str, value: serde_json::Value| {
         row.metrics.insert(name.into(), value);
@@ -263,10 +271,14 @@ fn pipelined(args: &Args, job: &Job, samples: &[pipeline::Sample]) -> Result<Row
     put("how", json!(pipeline::NAME));
     put("batches", json!(pipeline::BATCHES));
     put("gemms_per_batch", json!(samples.first().map(|s| s.launches)));
-    put("dispatch_us", json!(dispatch));
-    put("experts_us", json!(experts));
-    put("combine_us", json!(combine));
+    for (of, stages) in [("", &outcome.alone), ("_busy", &outcome.busy)] {
+        put(&format!("dispatch{of}_us"), json!(stages.dispatch));
+        put(&format!("experts{of}_us"), json!(stages.experts));
+        put(&format!("combine{of}_us"), json!(stages.combine));
+        put(&format!("pair{of}_us"), json!(stages.pair));
+    }
     put("ideal_us", json!(outcome.ideal_us));
+    put("busy_us", json!(outcome.busy_us));
     put("serial_us", json!(outcome.serial_us));
     put("ratio", json!(ratio));
     // Rates of a pipeline are not those of one round trip.
@@ -275,12 +287,18 @@ fn pipelined(args: &Args, job: &Job, samples: &[pipeline::Sample]) -> Result<Row
     Ok(row)
 }
 
-/// By operation, what runs beside, policy and SMs, whatever the order they were measured in.
+/// By table, then by operation, what runs beside, policy and SMs, whatever the order they were measured
+/// in.
 fn sort(rows: &mut [Row]) {
+    let text = |row: &Row, name: &str| {
+        row.metrics.get(name).and_then(|value| value.as_str()).unwrap_or_default().to_owned()
+    };
     rows.sort_by_key(|row| {
-        let text = |name: &str| row.metrics[name].as_str().unwrap_or_default().to_owned();
-        let asked = row.metrics["sms_asked"].as_u64();
-        (text("policy"), text("beside"), row.bench.clone(), asked)
+        let table = ["overlap", "choice", "tries", "pipeline"]
+            .into_iter()
+            .position(|name| text(row, "table") == name);
+        let asked = row.metrics.get("sms_asked").and_then(|value| value.as_u64());
+        (table, text(row, "policy"), text(row, "beside"), row.bench.clone(), asked, row.sms)
     });
 }
 

@@ -15,6 +15,8 @@ const SHARED_CALLS: usize = 12;
 pub struct Sample {
     /// Times of calls alone.
     pub alone: Vec<f64>,
+    /// Times of calls alone, each right behind compute.
+    pub warm: Vec<f64>,
     /// Calls beside compute.
     pub beside: Vec<Beheld>,
     /// Microseconds of a launch of compute alone on all SMs, by round.
@@ -27,6 +29,8 @@ pub struct Sample {
     pub back_to_back_us: Vec<f64>,
     /// MHz of the SMs after calls alone.
     pub clock_alone: Vec<f64>,
+    /// MHz after calls right behind compute.
+    pub clock_warm: Vec<f64>,
     /// MHz while compute and calls run.
     pub clock_beside: Vec<f64>,
 }
@@ -35,6 +39,7 @@ pub struct Sample {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Part {
     CallsAlone,
+    CallsBehind,
     ComputeOnAll,
     ComputeOnOwn,
     CallsBeside,
@@ -52,12 +57,14 @@ pub fn measure(
     (scope, seed, number): (&Scope, u64, usize),
     expected: f64,
 ) -> Result<Sample> {
-    use Part::{CallsAlone, CallsBeside, ComputeOnAll, ComputeOnOwn, Together};
+    use Part::{CallsAlone, CallsBehind, CallsBeside, ComputeOnAll, ComputeOnOwn, Together};
     let mut sample = Sample::default();
     for round in 0..scope.rounds() {
         let mut parts = match point.beside {
             Beside::Holder => vec![CallsAlone, CallsBeside],
-            _ => vec![CallsAlone, ComputeOnAll, ComputeOnOwn, CallsBeside, Together],
+            _ => {
+                vec![CallsAlone, CallsBehind, ComputeOnAll, ComputeOnOwn, CallsBeside, Together]
+            }
         };
         shuffle(&mut parts, seed, 1000 + 8 * number + round);
         for part in parts {
@@ -80,6 +87,10 @@ fn one(
         Part::CallsAlone => {
             sample.alone.extend(seat.alone(operation, (2, runs))?);
             sample.clock_alone.extend(sm_mhz(&seat.rank.device));
+        }
+        Part::CallsBehind => {
+            sample.warm.extend(seat.behind(operation, beside, (runs, expected))?);
+            sample.clock_warm.extend(sm_mhz(&seat.rank.device));
         }
         Part::CallsBeside => {
             // One more, which may find compute's first launches on their way.
@@ -126,8 +137,10 @@ fn together(
 
 /// The slowest rank counts, run by run; a call counts where all ranks saw it inside.
 pub fn merge(samples: &[Sample]) -> (Vec<f64>, Vec<f64>, Figures) {
-    let alone: Vec<Vec<f64>> = samples.iter().map(|s| s.alone.clone()).collect();
-    let alone = crate::nvlink::slowest(&alone);
+    let slowest = |of: fn(&Sample) -> &Vec<f64>| {
+        crate::nvlink::slowest(&samples.iter().map(|s| of(s).clone()).collect::<Vec<_>>())
+    };
+    let alone = slowest(|s| &s.alone);
     let runs = samples.iter().map(|s| s.beside.len()).min().unwrap_or(0);
     let (mut beside, mut blocked, mut outside) = (Vec::new(), 0, 0);
     for run in 0..runs {
@@ -151,6 +164,7 @@ pub fn merge(samples: &[Sample]) -> (Vec<f64>, Vec<f64>, Figures) {
         |of: &dyn Fn(&Sample) -> Option<f64>| samples.iter().filter_map(of).reduce(f64::min);
     let figures = Figures {
         alone_us: median(&alone),
+        warm_us: median(&slowest(|s| &s.warm)),
         beside_us: median(&beside),
         blocked,
         outside,
@@ -161,6 +175,7 @@ pub fn merge(samples: &[Sample]) -> (Vec<f64>, Vec<f64>, Figures) {
         loss_own: worst(&|s| loss(median(&s.own_us), median(&s.beside_us))),
         back_to_back_us: worst(&|s| median(&s.back_to_back_us)),
         clock_alone: least(&|s| median(&s.clock_alone)),
+        clock_warm: least(&|s| median(&s.clock_warm)),
         clock_beside: least(&|s| median(&s.clock_beside)),
     };
     (alone, beside, figures)

@@ -4,6 +4,7 @@ use std::fmt;
 
 use ep_runtime::SmPolicy;
 
+use super::choose;
 use crate::case::Operation;
 use crate::rng::{Purpose, Rng};
 
@@ -76,6 +77,12 @@ pub struct Config {
     pub sms: u32,
 }
 
+impl fmt::Display for Config {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {}", self.policy.name(), self.sms)
+    }
+}
+
 /// One measurement with a layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Point {
@@ -89,8 +96,8 @@ pub struct Point {
 
 impl fmt::Display for Point {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { config: Config { policy, sms }, operation, beside } = self;
-        write!(f, "{} {sms} {} {}", policy.name(), operation.name(), beside.name())
+        let Self { config, operation, beside } = self;
+        write!(f, "{config} {} {}", operation.name(), beside.name())
     }
 }
 
@@ -151,7 +158,7 @@ pub fn configs(scope: &Scope, seed: u64) -> Vec<(Config, Vec<Point>)> {
                 |p: &Point| p.beside == Beside::Holder && p.config.policy == Policy::Shared;
             points.retain(|p| !pointless(p) && scope.wants(&p.to_string()));
             shuffle(&mut points, seed, 1 + all.len());
-            if !points.is_empty() {
+            if !points.is_empty() || !choose::wanted(&config, scope).is_empty() {
                 all.push((config, points));
             }
         }

@@ -165,15 +165,7 @@ impl<'r, 'a, 'm> Seat<'r, 'a, 'm> {
     /// # Errors
     /// A rank that failed.
     pub fn largest(&self, value: f64) -> Result<f64> {
-        let rank = &self.rank;
-        let all = rank.group.all_gather(&value.to_le_bytes()).map_err(|e| BenchError::Rank {
-            rank: rank.rank,
-            op: "all_gather",
-            blames: e.peer().or(Some(0)),
-            detail: e.to_string(),
-        })?;
-        let values = all.iter().filter_map(|bytes| bytes.as_slice().try_into().ok());
-        Ok(values.map(f64::from_le_bytes).fold(value, f64::max))
+        self.rank.largest(value)
     }
 
     /// Compute's stream on the SMs that are left.
@@ -254,6 +246,29 @@ impl<'r, 'a, 'm> Seat<'r, 'a, 'm> {
     pub fn expected(&mut self, operation: Operation) -> Result<f64> {
         let times = self.alone(operation, (3, 5))?;
         self.largest(Summary::of(&times).map_or(0.0, |time| time.p50_us))
+    }
+
+    /// An operation alone, but in the clocks that compute leaves: each of `runs` calls of about
+    /// `expected` microseconds comes right behind as many launches of compute as precede a call beside
+    /// it, whose end all ranks await. Collective.
+    ///
+    /// # Errors
+    /// As the measurements.
+    pub fn behind(
+        &mut self,
+        operation: Operation,
+        kind: Beside,
+        (runs, expected): (usize, f64),
+    ) -> Result<Vec<f64>> {
+        let ahead = self.ahead(kind, expected)?;
+        self.rank.barrier()?;
+        let mut times = Vec::with_capacity(runs);
+        for run in 0..runs {
+            let mut load = self.load(kind, Where::Own)?;
+            load.launch(if run == 0 { ahead + WARM_LAUNCHES } else { ahead })?;
+            times.extend(self.rank.measure_after(operation, true, &|| load.finish())?);
+        }
+        Ok(times)
     }
 
     /// How many launches have to be ahead so that a call of about `us` ends before they do. Where

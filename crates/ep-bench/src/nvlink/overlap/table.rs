@@ -18,28 +18,27 @@ pub(in crate::nvlink) fn table(report: &Report) -> String {
         if std::mem::take(&mut head) {
             let _ = writeln!(
                 out,
-                "{:<29}{:>4} {:>6} {:>6} {:>6} {:>5} {:>5} {:>6} {:>4}",
+                "{:<30}{:>4} {:>6} {:>6} {:>6} {:>6} {:>5} {:>5}",
                 "calls and compute, µs",
                 "SMs",
                 "alone",
+                "behind",
                 "beside",
                 "slower",
                 "loss",
-                "own",
-                "MHz",
-                ""
+                "MHz"
             );
         }
         let _ = writeln!(
             out,
-            "{:<29}{:>4} {:>6} {:>6} {:>6} {:>5} {:>5} {:>6} {}",
+            "{:<30}{:>4} {:>6} {:>6} {:>6} {:>6} {:>5} {:>5} {}",
             text(row, "how"),
             number(row, "sms_taken", 1.0, 0),
             number(row, "alone_us", 1.0, 0),
+            number(row, "alone_warm_us", 1.0, 0),
             number(row, "beside_us", 1.0, 0),
             number(row, "slowdown", 100.0, 1),
             number(row, "loss", 100.0, 1),
-            number(row, "loss_own", 100.0, 1),
             number(row, "clock_beside_mhz", 1.0, 0),
             mark(row)
         );
@@ -59,7 +58,7 @@ pub(in crate::nvlink) fn table(report: &Report) -> String {
         let times = ["dispatch_us", "experts_us", "combine_us"].map(|t| number(row, t, 1.0, 0));
         let _ = writeln!(
             out,
-            "{}: {:.0} µs, ideal {} of {} µs, {}× {}",
+            "{}: {:.0} µs, at least {} ({}), {}× {}",
             text(row, "how"),
             row.p50_us,
             number(row, "ideal_us", 1.0, 0),

@@ -1,9 +1,6 @@
 use std::collections::BTreeSet;
 
-use clap::Parser as _;
-use proptest::prelude::*;
-
-use super::judge::{Figures, bounds, ideal_schedule, loss, worst};
+use super::judge::{Figures, bounds, loss, worst};
 use super::load::interval;
 use super::points::{SMS, configs};
 use super::seat::{Beheld, hold_for, is_blocked};
@@ -12,6 +9,7 @@ use crate::case::{Dtype, Layout, Shape};
 use crate::machine::Machine;
 use crate::nvlink::standard;
 use crate::workload::Workload;
+use clap::Parser as _;
 
 fn scope(quick: bool, only: Option<&str>) -> Scope {
     Scope { quick, only: only.map(String::from) }
@@ -115,28 +113,6 @@ fn losses_are_shares_of_speed() {
 }
 
 #[test]
-fn the_ideal_schedule_is_that_of_its_longest_stage() {
-    // Three of the longest, and one of each other to fill and drain.
-    assert_eq!(ideal_schedule(3, (1.0, 10.0, 2.0)), 33.0);
-    assert_eq!(ideal_schedule(3, (10.0, 1.0, 2.0)), 33.0);
-    assert_eq!(ideal_schedule(3, (1.0, 2.0, 10.0)), 33.0);
-    assert_eq!(ideal_schedule(1, (1.0, 2.0, 4.0)), 7.0);
-    assert_eq!(ideal_schedule(0, (1.0, 2.0, 4.0)), 0.0);
-}
-
-proptest! {
-    #[test]
-    fn a_schedule_is_as_long_as_its_stages(
-        batches in 1usize..20, d in 0.0f64..9.0, e in 0.0f64..9.0, c in 0.0f64..9.0,
-    ) {
-        let ideal = ideal_schedule(batches, (d, e, c));
-        let rest = (batches - 1) as f64;
-        // A line of stages that each take batches in turn: the sum, and the longest for all others.
-        prop_assert!((ideal - (d + e + c + rest * d.max(e).max(c))).abs() < 1e-9);
-    }
-}
-
-#[test]
 fn compute_is_measured_between_ends_inside_the_window() {
     assert_eq!(interval(&[-3.0, 2.0, 5.0, 8.0, 12.0], 10.0), Some(3.0));
     assert_eq!(interval(&[0.0, 10.0], 10.0), Some(10.0));
@@ -185,20 +161,49 @@ fn the_slowest_rank_counts_where_all_saw_the_call_inside() {
 }
 
 #[test]
-fn a_pipeline_is_measured_against_its_slowest_stages() {
-    let sample = |dispatch, run| pipeline::Sample {
-        dispatch: vec![dispatch],
-        experts: vec![10.0],
+fn a_pipeline_is_measured_against_what_no_schedule_undercuts() {
+    let runs = |dispatch: f64| stages::Runs {
+        dispatch: vec![dispatch + 1.0, dispatch],
+        experts: vec![10.0, 11.0],
         combine: vec![2.0],
+        pair: vec![4.0],
+    };
+    let sample = |dispatch, run| pipeline::Sample {
+        alone: runs(dispatch),
+        busy: runs(2.0 * dispatch),
         pipeline: vec![run],
         serial: vec![120.0],
         ..pipeline::Sample::default()
     };
     let outcome = pipeline::merge(&[sample(1.0, 88.0), sample(4.0, 90.3)]).unwrap();
-    assert_eq!(outcome.stages, (4.0, 10.0, 2.0));
+    // The least time of each stage of the rank that has the most: 4 + 8 · 10 + 2.
     assert_eq!(outcome.ideal_us, 86.0);
     assert_eq!(outcome.ratio, Some(90.3 / 86.0));
+    assert_eq!((outcome.alone.dispatch, outcome.busy.dispatch), (4.0, 8.0));
+    assert_eq!(outcome.busy_us, bound::line(8, (8.0, 10.0, 2.0)));
     assert_eq!(pipeline::merge(&[pipeline::Sample::default()]), None);
+}
+
+#[test]
+fn slowdowns_are_divided_into_clocks_and_sharing() {
+    let figures = Figures { warm_us: Some(120.0), ..figures(150.0, 0.0) };
+    assert_eq!(figures.by_clocks(), Some(120.0 / 100.0 - 1.0));
+    assert_eq!(figures.by_contention(), Some(150.0 / 120.0 - 1.0));
+    let product = (1.0 + figures.by_clocks().unwrap()) * (1.0 + figures.by_contention().unwrap());
+    assert!((product - 1.0 - figures.slowdown().unwrap()).abs() < 1e-12);
+    assert_eq!(Figures::default().by_clocks(), None);
+}
+
+#[test]
+fn the_plan_in_force_is_compared_in_every_layer() {
+    let wanted = |only, policy| choose::wanted(&Config { policy, sms: 16 }, &scope(false, only));
+    assert_eq!(wanted(None, Policy::Margin).len(), 2);
+    let only = Some("choice partition 16 combine");
+    assert_eq!(wanted(only, Policy::Partition), [Operation::Combine]);
+    assert!(wanted(only, Policy::Margin).is_empty());
+    // Such a layer is built for nothing else.
+    let layers = configs(&scope(false, only), 1);
+    assert!(layers.len() == 1 && layers[0].1.is_empty());
 }
 
 #[test]

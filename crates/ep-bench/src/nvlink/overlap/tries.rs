@@ -8,6 +8,8 @@ use super::seat::{Beheld, Seat};
 use crate::Result;
 use crate::case::Operation;
 use crate::nvlink::Job;
+use crate::nvlink::budget::Budget;
+use crate::nvlink::choice::tuning;
 use crate::nvlink::launch::plan_with;
 use crate::nvlink::rank::{Call, Rank, Setup, on_ranks_with};
 
@@ -102,9 +104,16 @@ pub fn all(scope: &Scope, seed: u64) -> Vec<((Policy, u32), Vec<Try>)> {
 ///
 /// # Errors
 /// As the measurements.
-pub fn run(job: &Job, scope: &Scope, seed: u64) -> Result<Vec<(Try, Vec<Tried>)>> {
+pub fn run(
+    job: &Job,
+    scope: &Scope,
+    (seed, budget): (u64, &Budget),
+) -> Result<Vec<(Try, Vec<Tried>)>> {
     let mut results = Vec::new();
     for ((policy, sms), tries) in all(scope, seed) {
+        if !budget.begins(&format!("tries {} {sms}", policy.name())) {
+            continue;
+        }
         let setup = Setup { policy: policy.of(sms), ..Setup::new(sms, Tuning::default()) };
         let ranks = on_ranks_with(job, &setup, &|rank| {
             rank.verify(Call::default())?;
@@ -124,15 +133,10 @@ fn plan(rank: &Rank<'_>, one: &Try) -> MovePlan {
 }
 
 fn try_one(seat: &mut Seat<'_, '_, '_>, one: &Try, scope: &Scope) -> Result<Tried> {
-    let mut tuning = Tuning::default();
     let plan = plan(seat.rank, one);
-    match one.operation {
-        Operation::Combine => tuning.combine = Some(plan),
-        _ => tuning.dispatch = Some(plan),
-    }
     let mut tried = Tried { refused: None, alone: Vec::new(), calls: Vec::new() };
     // All ranks have the same device and are refused the same.
-    if let Err(error) = seat.rank.retune(tuning) {
+    if let Err(error) = seat.rank.retune(tuning(one.operation, plan)) {
         tried.refused = Some(error.to_string());
         return Ok(tried);
     }
