@@ -17,13 +17,15 @@ pub const LIBRARIES: [&str; 4] = [
 ];
 
 /// Which of our crates a crate may build on. What only tests use is not looked at.
-const MAY_USE: [(&str, &[&str]); 5] = [
+const MAY_USE: [(&str, &[&str]); 6] = [
     ("ep-topology", &[]),
     ("ep-transport", &["ep-topology"]),
     ("ep-kernels", &[]),
     ("ep-runtime", &["ep-topology", "ep-transport", "ep-kernels"]),
     // Micro-benchmarks look below the runtime; everything else goes through it.
     ("ep-bench", &["ep-runtime", "ep-kernels", "ep-topology"]),
+    // It stands where CUDA's libraries do, and knows the project by its calls alone.
+    ("gpu-emulator", &[]),
 ];
 
 /// Native libraries that are opened at run time or not at all, as `links` keys spell them.

@@ -24,7 +24,7 @@ impl Random {
 
     /// Below `end`, which is not 0.
     pub(super) fn below(&mut self, end: u32) -> u32 {
-        ((self.next() >> 32) * u64::from(end) >> 32) as u32
+        (((self.next() >> 32) * u64::from(end)) >> 32) as u32
     }
 
     /// True once in `times`.
