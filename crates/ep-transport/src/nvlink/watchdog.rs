@@ -61,10 +61,10 @@ impl Waits {
         }
     }
 
-    /// A mark for a wait that no kernel marks: even, as theirs are odd, and another one every time, so
-    /// that two waits are not taken for one.
+    /// A mark for a wait that no kernel marks: even, as theirs are odd, another one every time, so that
+    /// two waits are not taken for one, and one that [`super::words`] can write.
     pub fn mark(&self) -> u32 {
-        self.marks.fetch_add(2, Ordering::Relaxed).wrapping_add(2).max(2)
+        self.marks.fetch_add(2, Ordering::Relaxed).wrapping_add(4).max(super::words::LEAST_MARK)
     }
 
     /// A wait for `flag` is about to be submitted.
@@ -219,7 +219,9 @@ mod tests {
         assert!(!progress.stuck(1, &vec![(0, 3)], allowed, start));
         assert!(!progress.stuck(1, &vec![(0, 3)], allowed, start + Duration::from_secs(86_400)));
         let marks = [waits.mark(), waits.mark(), waits.mark()];
-        assert!(marks.iter().all(|mark| mark % 2 == 0 && *mark != 0));
+        assert!(marks.iter().all(|mark| mark % 2 == 0 && *mark >= 4));
+        waits.marks.store(u32::MAX - 3, Ordering::Relaxed);
+        assert_eq!([waits.mark(), waits.mark()], [4, 4]);
         assert!(marks[0] != marks[1] && marks[1] != marks[2]);
     }
 

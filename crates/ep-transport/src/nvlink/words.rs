@@ -27,6 +27,8 @@ const WRITE_BOTH: u64 = 5;
 const EQUAL: u64 = 1;
 /// `CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS`.
 const WIDE: c_int = 122;
+/// For the kernel 2 and 3 are no words to write but what else it does.
+pub(super) const LEAST_MARK: u32 = 4;
 
 impl Gpu {
     /// Whether streams write eight bytes at once.
@@ -36,7 +38,9 @@ impl Gpu {
 }
 
 impl MemOp {
+    /// The value is 0, 1 or a mark.
     pub fn write(address: u64, value: u64) -> Self {
+        debug_assert!(value <= 1 || value >= LEAST_MARK.into());
         Self { operation: WRITE, address, value, ..Self::default() }
     }
 
@@ -288,6 +292,9 @@ mod tests {
         let params = Params::new(&ops);
         assert_eq!((params.count, &params.address[..4]), (4, &[64, 8, 12, 8][..]));
         assert_eq!(params.kind[..4], [1, 2, 0, 3]);
+        let marks = super::super::watchdog::Waits::new(1);
+        let mark = marks.mark();
+        assert!(Params::new(&[MemOp::write(4, mark.into())]).kind[0] > 3, "a mark that waits");
         assert!(PTX.to_str().unwrap().contains(".param .align 8 .b8 ops[296]"));
     }
 
