@@ -287,10 +287,14 @@ impl Block {
 
     fn complete_warp(&mut self, number: usize, kind: u32, took: u32) {
         let first = 32 * number;
+        let lanes = first..first + 32;
+        let common = warp::common(kind, took, &self.values[lanes.clone()]);
         for lane in (0..32).filter(|lane| took >> lane & 1 != 0) {
-            let values = &self.values[first..first + 32];
             let me = first as u32 + lane;
-            let answer = warp::result(kind, lane, took, values, self.arguments[me as usize]);
+            let answer = common.unwrap_or_else(|| {
+                let (values, argument) = (&self.values[lanes.clone()], self.arguments[me as usize]);
+                warp::own(kind, lane, took, values, argument)
+            });
             self.wake(me, answer);
         }
     }

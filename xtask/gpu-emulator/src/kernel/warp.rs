@@ -64,29 +64,37 @@ pub(super) fn name(kind: u32) -> &'static str {
     NAMES.get(kind as usize).copied().unwrap_or("unknown")
 }
 
-/// What `lane` gets: `took` lanes took part, with these values; `argument` is the lane's own.
-pub(super) fn result(kind: u32, lane: u32, took: u32, values: &[u64], argument: u32) -> u64 {
+/// What every lane gets where all get the same; `took` lanes took part, with these values.
+pub(super) fn common(kind: u32, took: u32, values: &[u64]) -> Option<u64> {
     let lanes = || (0..32usize).filter(|lane| took >> lane & 1 != 0);
-    let word = |lane: usize| values[lane] as u32;
-    match kind {
+    let words = || lanes().map(|lane| values[lane] as u32);
+    Some(match kind {
         0 => 0,
+        5 => lanes().fold(0, |all, l| all | u64::from(values[l] != 0) << l),
+        6 => u64::from(lanes().any(|l| values[l] != 0)),
+        7 => u64::from(lanes().all(|l| values[l] != 0)),
+        9 => u64::from(words().max().unwrap_or(0)),
+        10 => u64::from(words().min().unwrap_or(0)),
+        11 => u64::from(words().fold(0, u32::wrapping_add)),
+        12 => u64::from(words().fold(u32::MAX, |all, value| all & value)),
+        13 => u64::from(words().fold(0, |all, value| all | value)),
+        14 => u64::from(words().fold(0, |all, value| all ^ value)),
+        _ => return None,
+    })
+}
+
+/// What `lane` gets where [`common`] knows nothing; `argument` is the lane's own.
+pub(super) fn own(kind: u32, lane: u32, took: u32, values: &[u64], argument: u32) -> u64 {
+    let lanes = || (0..32usize).filter(|lane| took >> lane & 1 != 0);
+    match kind {
         1..=4 => {
             let from = source(kind, lane, argument);
             if took >> from & 1 != 0 { values[from as usize] } else { GARBAGE }
         }
-        5 => lanes().fold(0, |all, l| all | u64::from(values[l] != 0) << l),
-        6 => u64::from(lanes().any(|l| values[l] != 0)),
-        7 => u64::from(lanes().all(|l| values[l] != 0)),
         8 => {
             let mine = values[lane as usize];
             lanes().fold(0, |all, l| all | u64::from(values[l] == mine) << l)
         }
-        9 => u64::from(lanes().map(word).max().unwrap_or(0)),
-        10 => u64::from(lanes().map(word).min().unwrap_or(0)),
-        11 => u64::from(lanes().map(word).fold(0, u32::wrapping_add)),
-        12 => u64::from(lanes().map(word).fold(u32::MAX, |all, value| all & value)),
-        13 => u64::from(lanes().map(word).fold(0, |all, value| all | value)),
-        14 => u64::from(lanes().map(word).fold(0, |all, value| all ^ value)),
         _ => GARBAGE,
     }
 }
@@ -125,13 +133,13 @@ mod tests {
         let mut values = [0u64; 32];
         (values[1], values[2], values[9]) = (7, 9, 7);
         let took = 1 << 1 | 1 << 2 | 1 << 3;
-        assert_eq!(result(5, 1, took, &values, 0), 0b110);
-        assert_eq!(result(6, 1, took, &values, 0), 1);
-        assert_eq!(result(7, 1, took, &values, 0), 0);
-        assert_eq!(result(8, 1, took, &values, 0), 0b10);
-        assert_eq!(result(9, 1, took, &values, 0), 9);
-        assert_eq!(result(11, 1, took, &values, 0), 16);
-        assert_eq!(result(1, 1, took, &values, 32 << 16 | 9), GARBAGE);
+        let common = |kind| common(kind, took, &values);
+        assert_eq!([5, 6, 7].map(common), [Some(0b110), Some(1), Some(0)]);
+        assert_eq!([9, 10, 11].map(common), [Some(9), Some(0), Some(16)]);
+        assert_eq!([1, 8].map(common), [None, None]);
+        assert_eq!(own(8, 1, took, &values, 0), 0b10);
+        assert_eq!(own(1, 1, took, &values, 32 << 16 | 2), 9);
+        assert_eq!(own(1, 1, took, &values, 32 << 16 | 9), GARBAGE);
     }
 
     #[test]
