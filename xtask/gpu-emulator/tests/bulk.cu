@@ -59,3 +59,14 @@ COPY(5)
 COPY(6)
 COPY(7)
 COPY(8)
+
+// A store that is never waited for beyond its reading of shared memory.
+extern "C" __global__ void store(u64 to) {
+    extern __shared__ __align__(128) unsigned char shared[];
+    ((u32 *)shared)[threadIdx.x] = threadIdx.x;
+    __syncwarp();
+    if (threadIdx.x != 0) return;
+    ep_bulk_store(to, (u32)__cvta_generic_to_shared(shared), 128);
+    ep_bulk_commit();
+    ep_bulk_wait_read<0>();
+}

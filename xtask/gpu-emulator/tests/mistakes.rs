@@ -2,18 +2,22 @@
 
 use std::sync::OnceLock;
 
-use gpu_emulator::kernel::{Image, KernelError, Launch};
+use gpu_emulator::kernel::{Image, Kernel, KernelError, Launch};
 use gpu_emulator::nvrtc::compile;
 
 const PIECES: u32 = 9;
 
-/// Runs `copy<MISTAKE>` of bulk.cu with a seed; what it copied.
-fn copy(mistake: u32, seed: u64) -> Result<bool, String> {
+fn kernel(name: &str) -> Kernel {
     static IMAGE: OnceLock<Image> = OnceLock::new();
     let image = IMAGE.get_or_init(|| {
         Image::load(&compile("bulk.cu", include_str!("bulk.cu"), 900).unwrap().image).unwrap()
     });
-    let kernel = image.kernel(&format!("copy{mistake}")).unwrap();
+    image.kernel(name).unwrap()
+}
+
+/// Runs `copy<MISTAKE>` of bulk.cu with a seed; what it copied.
+fn copy(mistake: u32, seed: u64) -> Result<bool, String> {
+    let kernel = kernel(&format!("copy{mistake}"));
     let from: Vec<u128> = (0..32 * u128::from(PIECES)).map(|i| i * 0x1_0001_0001 + 7).collect();
     let mut to = vec![0u128; 64 * PIECES as usize];
     let address = |at: usize| (at as u64).to_ne_bytes().to_vec();
@@ -149,4 +153,35 @@ fn memory_that_is_not_there_is_reported_and_the_process_goes_on() {
         }
     }
     assert_eq!(copy(0, 7), Ok(true));
+}
+
+#[test]
+fn stores_that_nobody_waits_for_are_written_by_the_end_of_the_kernel_and_fault_as_others() {
+    let mut to = [u128::MAX; 8];
+    let expected: Vec<u128> =
+        (0..8).map(|q| (0..4).map(|w| (4 * q + w) << (32 * w)).sum()).collect();
+    for seed in 0..30 {
+        to.fill(u128::MAX);
+        let mut launch = Launch {
+            grid: [2, 1, 1],
+            block: [32, 1, 1],
+            cluster: 1,
+            dynamic_shared: 128,
+            params: vec![to.as_mut_ptr().expose_provenance().to_ne_bytes().to_vec()],
+            sms: vec![0],
+            sm_count: 1,
+            seed,
+            number: 1,
+        };
+        // SAFETY: `to` is as large as the kernel stores.
+        unsafe { kernel("store").run(&launch) }.unwrap();
+        assert_eq!(to[..], expected);
+        launch.params = vec![0x20u64.to_ne_bytes().to_vec()];
+        // SAFETY: nothing is mapped at the address.
+        let error = unsafe { kernel("store").run(&launch) }.unwrap_err().to_string();
+        assert!(
+            error.contains("no memory for it at 0x2") || error.contains("no memory for it at 0x3"),
+            "{error}"
+        );
+    }
 }

@@ -56,6 +56,8 @@ struct Stores {
 /// Bytes that are still to be written when the kernel ends.
 #[derive(Debug)]
 pub(super) struct Late {
+    /// Whose they are.
+    pub block: u32,
     to: u64,
     bytes: Vec<u8>,
 }
@@ -65,7 +67,7 @@ impl Late {
     ///
     /// # Safety
     /// The address is valid for the write: the kernel's promise.
-    pub(super) unsafe fn write(self) {
+    pub(super) unsafe fn write(&self) {
         let to = std::ptr::with_exposed_provenance_mut::<u8>(self.to as usize);
         // SAFETY: the caller's promise.
         unsafe { to.copy_from_nonoverlapping(self.bytes.as_ptr(), self.bytes.len()) };
@@ -308,7 +310,7 @@ impl Block {
                          shared memory: it did not wait for them"
                     ));
                 };
-                late.push(Late { to: store.to, bytes });
+                late.push(Late { block: self.index, to: store.to, bytes });
             }
         }
         Ok(late)

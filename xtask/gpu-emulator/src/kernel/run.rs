@@ -1,5 +1,6 @@
 //! Running a grid: blocks in a random order, one or a few at a time, on the calling thread.
 
+use std::cell::Cell;
 use std::ffi::c_void;
 use std::ptr::null;
 use std::time::Duration;
@@ -11,7 +12,7 @@ use super::bulk::Late;
 use super::host::now;
 use super::random::Random;
 use super::shared::{ALIGNMENT, MOST_SHARED, SharedMemory};
-use super::stack::Stacks;
+use super::stack::{Slot, Stacks};
 use super::thread::{Entry, Fiber, Thread, fiber};
 use super::{Kernel, KernelError, Launch, trap};
 
@@ -59,6 +60,38 @@ pub(super) unsafe fn run(
         block,
         report,
     })
+}
+
+/// Writes what blocks left to be written, on a fiber, so that a fault is the launch's as elsewhere.
+///
+/// # Safety
+/// All addresses are the kernel's.
+unsafe fn write_late(late: &[Late]) -> Result<(), (u32, String)> {
+    let Some(first) = late.first() else { return Ok(()) };
+    let failed = |reason| (first.block, reason);
+    let Some(stacks) = Stacks::take(1, true).map_err(failed)? else { return Ok(()) };
+    let done = Cell::new(0);
+    let (list, count): (*const [Late], *const Cell<usize>) = (late, &done);
+    // SAFETY: the stack is this fiber's alone, and outlives it.
+    let slot = unsafe { Slot::below(stacks.thread(0)) };
+    let mut fiber = Fiber::with_stack(slot, move |_, ()| {
+        // SAFETY: both outlive the fiber, which this function alone resumes; the addresses are the
+        // caller's promise.
+        unsafe {
+            for late in &*list {
+                late.write();
+                (*count).set((*count).get() + 1);
+            }
+        }
+        None
+    });
+    match trap::guarded(&mut fiber, |fiber| fiber.resume(())) {
+        CoroutineResult::Return(Some(address)) => {
+            let report = format!("a bulk store: no memory for it at {address:#x}");
+            Err((late[done.get()].block, report))
+        }
+        _ => Ok(()),
+    }
 }
 
 fn blocks(launch: &Launch) -> u32 {
@@ -179,11 +212,8 @@ impl Grid<'_> {
             self.step()?;
         }
         self.random.shuffle(&mut self.late);
-        for late in self.late {
-            // SAFETY: the kernel's promise, as for every store of it.
-            unsafe { late.write() };
-        }
-        Ok(())
+        // SAFETY: the kernel's promise, as for every store of it.
+        unsafe { write_late(&self.late) }
     }
 
     /// Lets one block go on that can; else time passes.
