@@ -153,6 +153,11 @@ impl Block {
         Some(32 * self.current + self.random.bit(self.warps[self.current as usize].ready))
     }
 
+    /// Where thread `me` has its control block.
+    pub(super) fn thread(&self, me: u32) -> *mut Thread {
+        self.threads[me as usize]
+    }
+
     /// Whether a thread can go on.
     pub(super) fn can_go_on(&self) -> bool {
         self.ready != 0

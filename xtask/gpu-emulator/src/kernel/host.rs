@@ -50,7 +50,21 @@ pub(super) fn now() -> u64 {
 ///
 /// # Safety
 /// Called on the fiber of `thread`, whose block runs.
-unsafe fn ask(thread: *mut Thread, mut question: impl FnMut(&mut Block, u32) -> Step) -> u64 {
+unsafe fn ask(thread: *mut Thread, question: impl FnMut(&mut Block, u32) -> Step) -> u64 {
+    // SAFETY: the thread's own control block; the handler that reads the field runs on this thread too.
+    let set = |asking: bool| unsafe { (&raw mut (*thread).asking).write_volatile(asking) };
+    set(true);
+    // SAFETY: the caller's promise.
+    let answer = unsafe { ask_on(thread, question) };
+    set(false);
+    answer
+}
+
+/// As [`ask`].
+///
+/// # Safety
+/// As [`ask`].
+unsafe fn ask_on(thread: *mut Thread, mut question: impl FnMut(&mut Block, u32) -> Step) -> u64 {
     loop {
         // SAFETY: the block outlives its fibers, of which this is the only one that runs; the executor
         // holds no reference meanwhile.

@@ -2,7 +2,7 @@
 
 use std::cell::Cell;
 use std::ffi::c_void;
-use std::ptr::null;
+use std::ptr::{null, null_mut};
 use std::time::Duration;
 
 use corosensei::CoroutineResult;
@@ -13,7 +13,7 @@ use super::host::now;
 use super::random::Random;
 use super::shared::{ALIGNMENT, MOST_SHARED, SharedMemory};
 use super::stack::{Slot, Stacks};
-use super::thread::{Entry, Fiber, Thread, fiber};
+use super::thread::{End, Entry, Fiber, Thread, fiber};
 use super::{Kernel, KernelError, Launch, trap};
 
 /// Threads of a launch that are resident at once, at most, if blocks make room by waiting for the clock.
@@ -55,6 +55,7 @@ pub(super) unsafe fn run(
         running: Vec::new(),
         late: Vec::new(),
     };
+    let _clock = trap::Clock::start();
     grid.run().map_err(|(block, report)| KernelError::Fault {
         kernel: kernel.name().into(),
         block,
@@ -83,10 +84,10 @@ unsafe fn write_late(late: &[Late]) -> Result<(), (u32, String)> {
                 (*count).set((*count).get() + 1);
             }
         }
-        None
+        End::Returned
     });
-    match trap::guarded(&mut fiber, |fiber| fiber.resume(())) {
-        CoroutineResult::Return(Some(address)) => {
+    match trap::guarded(&mut fiber, null_mut()) {
+        CoroutineResult::Return(End::Fault(address)) => {
             let report = format!("a bulk store: no memory for it at {address:#x}");
             Err((late[done.get()].block, report))
         }
@@ -170,13 +171,22 @@ impl Running {
     fn go_on(&mut self, times: u32) -> Result<bool, (u32, String)> {
         for _ in 0..times {
             let Some(me) = self.block().next() else { break };
-            match trap::guarded(&mut self.fibers[me as usize], |fiber| fiber.resume(())) {
-                CoroutineResult::Yield(()) => {}
-                CoroutineResult::Return(None) => self.block().exited(me),
-                CoroutineResult::Return(Some(address)) => {
-                    let report = format!("thread {me}: no memory for it at {address:#x}");
-                    return Err((self.block().index, report));
+            let thread = self.block().thread(me);
+            let fault = match trap::guarded(&mut self.fibers[me as usize], thread) {
+                CoroutineResult::Yield(()) => None,
+                CoroutineResult::Return(End::Returned) => {
+                    self.block().exited(me);
+                    None
                 }
+                CoroutineResult::Return(End::Fault(address)) => {
+                    Some(format!("thread {me}: no memory for it at {address:#x}"))
+                }
+                CoroutineResult::Return(End::Endless) => {
+                    Some(format!("thread {me}: still runs, though the launch's time is over"))
+                }
+            };
+            if let Some(report) = fault {
+                return Err((self.block().index, report));
             }
             let block = self.block();
             if let Some(report) = block.fault.take() {
@@ -304,6 +314,7 @@ impl Grid<'_> {
             yielder: null(),
             linear,
             answer: 0,
+            asking: false,
         }
     }
 

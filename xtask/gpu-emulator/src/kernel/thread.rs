@@ -28,10 +28,23 @@ pub(super) struct Thread {
     pub linear: u32,
     /// What it gets when it goes on.
     pub answer: u64,
+    /// Whether it is in the emulator's own code, which is not interrupted.
+    pub asking: bool,
 }
 
-/// A thread's fiber. It returns the address of a memory fault that ended it, if one did.
-pub(super) type Fiber = Coroutine<(), (), Option<u64>, Slot>;
+/// How a fiber ends.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum End {
+    /// The kernel returned.
+    Returned,
+    /// A memory fault at an address.
+    Fault(u64),
+    /// The launch had taken too long.
+    Endless,
+}
+
+/// A thread's fiber.
+pub(super) type Fiber = Coroutine<(), (), End, Slot>;
 
 /// A kernel's entry in its image.
 pub(super) type Entry = unsafe extern "C" fn(*const *const c_void);
@@ -55,7 +68,7 @@ pub(super) unsafe fn fiber(
             entry(params);
             (*thread).yielder = null();
         }
-        None
+        End::Returned
     })
 }
 

@@ -1,24 +1,28 @@
-//! Memory faults of kernels: reported, as a GPU does, instead of ending the process.
+//! Memory faults of kernels and loops without end: reported, instead of ending the process or never.
 //!
 //! A handler of SIGSEGV and SIGBUS makes the fiber that faulted return to the executor. What other code
-//! faults goes to the handler that was there before.
+//! faults goes to the handler that was there before. A timer of the thread's own time does the same to
+//! a kernel that has run for too long: `EP_EMULATOR_LIMIT_S` seconds of the processor, 120 without it.
 
 use std::cell::Cell;
 use std::ffi::{c_int, c_void};
 use std::mem::MaybeUninit;
 use std::ptr::{null, null_mut};
-use std::sync::Once;
+use std::sync::{Once, OnceLock};
 
+use corosensei::CoroutineResult;
 use corosensei::trap::TrapHandlerRegs;
 use libc::{
-    SA_ONSTACK, SA_SIGINFO, SIG_DFL, SIG_IGN, SIGBUS, SIGSEGV, sigaction, siginfo_t, ucontext_t,
+    CLOCK_THREAD_CPUTIME_ID, SA_ONSTACK, SA_RESTART, SA_SIGINFO, SIG_DFL, SIG_IGN, SIGBUS,
+    SIGEV_THREAD_ID, SIGSEGV, SIGVTALRM, itimerspec, sigaction, sigevent, siginfo_t, timer_t,
+    timespec, ucontext_t,
 };
 
-use super::thread::Fiber;
+use super::thread::{End, Fiber, Thread};
 
 thread_local! {
-    /// The fiber that runs on this thread.
-    static RUNNING: Cell<*const Fiber> = const { Cell::new(null()) };
+    /// The fiber that runs on this thread, and its control block if it is a kernel's.
+    static RUNNING: Cell<(*const Fiber, *const Thread)> = const { Cell::new((null(), null())) };
 }
 
 static BEFORE: [Previous; 2] = [Previous::new(), Previous::new()];
@@ -51,32 +55,101 @@ pub(super) fn install() {
                 sigaction(signal, &action, null_mut());
             }
         }
+        // SAFETY: as above. Nobody else is known to use this signal.
+        unsafe {
+            let mut action: sigaction = std::mem::zeroed();
+            action.sa_sigaction = tick as *const () as usize;
+            action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_RESTART;
+            libc::sigemptyset(&mut action.sa_mask);
+            sigaction(SIGVTALRM, &action, null_mut());
+        }
     });
 }
 
-/// Runs `resume` while a fault on `fiber` makes it return.
-pub(super) fn guarded<R>(fiber: &mut Fiber, resume: impl FnOnce(&mut Fiber) -> R) -> R {
-    RUNNING.set(fiber);
-    let result = resume(fiber);
-    RUNNING.set(null());
+/// Resumes a fiber; a fault on it makes it return, and so does the clock while `thread`, if there is one,
+/// runs the kernel's code.
+pub(super) fn guarded(fiber: &mut Fiber, thread: *const Thread) -> CoroutineResult<(), End> {
+    RUNNING.set((fiber, thread));
+    let result = fiber.resume(());
+    RUNNING.set((null(), null()));
     result
+}
+
+/// Makes the fiber that runs return `end`. False if the context is not a fiber's.
+fn leave(context: &mut ucontext_t, end: End) -> bool {
+    let (fiber, _) = RUNNING.get();
+    if fiber.is_null() {
+        return false;
+    }
+    // SAFETY: set while the fiber lives and runs, by this thread.
+    let trap = unsafe { (*fiber).trap_handler() };
+    if !trap.stack_ptr_in_bounds(stack_pointer(context)) {
+        return false;
+    }
+    // SAFETY: the stack pointer is the fiber's, and its registers are replaced. A kernel's frames own
+    // nothing; those of `ask` leak a list at most.
+    let registers = unsafe { trap.setup_trap_handler(move || end) };
+    go_on_at(context, &registers);
+    true
+}
+
+/// The clock of a launch.
+pub(super) struct Clock(Option<timer_t>);
+
+impl Clock {
+    /// Starts it; without a timer there is no limit.
+    pub(super) fn start() -> Clock {
+        let mut timer: timer_t = null_mut();
+        // SAFETY: a zeroed `sigevent` is a valid one; both outlive the call.
+        let code = unsafe {
+            let mut event: sigevent = std::mem::zeroed();
+            event.sigev_notify = SIGEV_THREAD_ID;
+            event.sigev_signo = SIGVTALRM;
+            event.sigev_notify_thread_id = libc::gettid();
+            libc::timer_create(CLOCK_THREAD_CPUTIME_ID, &mut event, &mut timer)
+        };
+        if code != 0 {
+            return Clock(None);
+        }
+        // Again and again, since the emulator's own code is not interrupted.
+        let again = timespec { tv_sec: 0, tv_nsec: 20_000_000 };
+        let first = timespec { tv_sec: limit_s(), tv_nsec: 0 };
+        let time = itimerspec { it_interval: again, it_value: first };
+        // SAFETY: a live timer, and a valid time that is not kept.
+        unsafe { libc::timer_settime(timer, 0, &time, null_mut()) };
+        Clock(Some(timer))
+    }
+}
+
+impl Drop for Clock {
+    fn drop(&mut self) {
+        if let Some(timer) = self.0 {
+            // SAFETY: created once, deleted once.
+            unsafe { libc::timer_delete(timer) };
+        }
+    }
+}
+
+fn limit_s() -> i64 {
+    static LIMIT: OnceLock<i64> = OnceLock::new();
+    let given = || std::env::var("EP_EMULATOR_LIMIT_S").ok()?.parse().ok().filter(|s| *s > 0);
+    *LIMIT.get_or_init(|| given().unwrap_or(120))
+}
+
+unsafe extern "C" fn tick(_: c_int, _: *mut siginfo_t, context: *mut c_void) {
+    let (_, thread) = RUNNING.get();
+    // SAFETY: set while the thread's block lives.
+    if !thread.is_null() && !unsafe { (&raw const (*thread).asking).read_volatile() } {
+        // SAFETY: the kernel passes it, valid until the handler returns.
+        leave(unsafe { &mut *context.cast() }, End::Endless);
+    }
 }
 
 unsafe extern "C" fn handle(signal: c_int, info: *mut siginfo_t, context: *mut c_void) {
     // SAFETY: the kernel passes both, valid until the handler returns.
     let (address, context) = unsafe { ((*info).si_addr(), &mut *context.cast::<ucontext_t>()) };
-    let fiber = RUNNING.get();
-    if !fiber.is_null() {
-        // SAFETY: set while the fiber lives and runs, by this thread.
-        let trap = unsafe { (*fiber).trap_handler() };
-        if trap.stack_ptr_in_bounds(stack_pointer(context)) {
-            let address = address.addr() as u64;
-            // SAFETY: the stack pointer is the fiber's, and its registers are replaced. A kernel's frames
-            // own nothing; those of `ask` leak a list at most.
-            let registers = unsafe { trap.setup_trap_handler(move || Some(address)) };
-            go_on_at(context, &registers);
-            return;
-        }
+    if leave(context, End::Fault(address.addr() as u64)) {
+        return;
     }
     // SAFETY: the arguments are this handler's own.
     unsafe { pass_on(signal, info, context) };
