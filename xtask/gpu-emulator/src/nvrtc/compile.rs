@@ -143,9 +143,6 @@ fn run(arguments: &[&str], input: &str) -> Result<(Vec<u8>, String), CompileErro
     let mut child = Command::new(compiler())
         .args(arguments)
         .env("LC_ALL", "C")
-        // The compiler is no part of what is emulated.
-        .env_remove("LD_PRELOAD")
-        .env_remove("LD_LIBRARY_PATH")
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
