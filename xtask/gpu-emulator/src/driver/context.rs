@@ -51,13 +51,13 @@ thread_local! {
 }
 
 impl Core {
-    fn new(device: usize, owner: Handle) -> Result<Self> {
+    fn new(device: usize, owner: Handle, connections: usize) -> Result<Self> {
         let seed = config()?.seed;
         let channel = |i: usize| Channel::new(seed ^ ((owner as u64) << 8) ^ i as u64);
         Ok(Self {
             device,
             owner,
-            channels: (0..connections()).map(channel).collect(),
+            channels: (0..connections).map(channel).collect(),
             next: AtomicUsize::new(0),
             failed: AtomicI32::new(0),
             peers: AtomicU32::new(0),
@@ -115,9 +115,9 @@ impl Core {
 }
 
 impl Context {
-    fn whole(device: usize) -> Result<Arc<Self>> {
+    fn whole(device: usize, connections: usize) -> Result<Arc<Self>> {
         let handle = new_handle();
-        let core = Arc::new(Core::new(device, handle)?);
+        let core = Arc::new(Core::new(device, handle, connections)?);
         let context = Arc::new(Self { handle, core, sms: (0..SMS).collect(), green: None });
         CONTEXTS.insert(handle, context.clone());
         Ok(context)
@@ -187,7 +187,7 @@ pub fn retain(device: usize) -> Result<Handle> {
         *count += 1;
         return Ok(context.handle);
     }
-    let context = Context::whole(device)?;
+    let context = Context::whole(device, connections())?;
     let handle = context.handle;
     all[device] = Some((context, 1));
     Ok(handle)
@@ -208,9 +208,9 @@ pub fn release(device: usize) -> Result<()> {
     Ok(())
 }
 
-/// A context of its own, made current.
-pub fn create(device: usize) -> Result<Handle> {
-    let context = Context::whole(device)?;
+/// A context of its own with so many hardware queues, made current.
+pub fn create(device: usize, connections: usize) -> Result<Handle> {
+    let context = Context::whole(device, connections)?;
     CURRENT.with_borrow_mut(|stack| stack.push(context.clone()));
     Ok(context.handle)
 }

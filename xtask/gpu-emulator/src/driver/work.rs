@@ -82,7 +82,7 @@ impl Until {
         }
     }
 
-    fn holds(self, seen: u64, value: u64, bits: u32) -> bool {
+    pub fn holds(self, seen: u64, value: u64, bits: u32) -> bool {
         let mask = u64::MAX >> (64 - bits);
         match self {
             Self::AtLeast => seen.wrapping_sub(value) & (1 << (bits - 1)) == 0,

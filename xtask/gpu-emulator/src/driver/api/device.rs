@@ -80,7 +80,7 @@ functions! {
     }
 
     fn cuCtxCreate_v2(context: Out<Handle>, _flags: u32, device: i32) {
-        context.set(context::create(device::check(device)?)?)
+        context.set(context::create(device::check(device)?, config::connections())?)
     }
 
     fn cuCtxDestroy_v2(context: Handle) {

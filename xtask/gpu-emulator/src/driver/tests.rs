@@ -1,1 +1,0 @@
-//! Tests of the functions as callers meet them.
