@@ -45,6 +45,7 @@ fn events_order_streams_and_measure_time() {
     let (first, second) = (event(), event());
     ok(cuEventQuery(first));
     ok(cuEventRecord(first, one));
+    soon("the first event", || cuEventQuery(first) == Code::SUCCESS);
     await_one(one, at);
     ok(cuEventRecord(second, one));
     ok(cuStreamWaitEvent(two, second, 0));
