@@ -11,7 +11,7 @@ use common::exercise::{How, check};
 use common::ground::{Ground, Grounds, Hosts};
 use common::{Nodes, jobs};
 use ep_bench::oracle::{Float, JobSpec, Mode};
-use ep_runtime::{EpBuilder, Hierarchy, RdmaTransport};
+use ep_runtime::{Ep, EpBuilder, Hierarchy, MoeShape, RdmaTransport};
 
 /// Each rank is a node of its own.
 fn apart(builder: EpBuilder, rank: usize) -> EpBuilder {
@@ -39,6 +39,27 @@ impl Grounds for Verbs {
     fn ground(&self, rank: usize, world: usize) -> Box<dyn Ground + '_> {
         Hosts.ground(rank, world)
     }
+}
+
+/// What the README shows of RDMA, compiled: a documentation test cannot depend on a feature without
+/// lines that readers of the file would see.
+fn readme(shape: MoeShape) -> Result<Ep, Box<dyn std::error::Error>> {
+    // README
+    use ep_runtime::{EpBuilder, Group, RdmaTransport, Rendezvous};
+
+    let group = Group::from_env(&Rendezvous::from_env()?)?; // EP_RANK, EP_WORLD, EP_RENDEZVOUS
+    let ep = EpBuilder::new(shape).transport(RdmaTransport::from_env()?).build(&group)?;
+    // README
+    Ok(ep)
+}
+
+#[test]
+fn the_readme_shows_what_is_compiled() {
+    let _: fn(MoeShape) -> Result<Ep, Box<dyn std::error::Error>> = readme;
+    let words = |text: &str| text.split_whitespace().collect::<Vec<_>>().join(" ");
+    let here = include_str!("rdma.rs").split("// README\n").nth(1).expect("the lines above");
+    let readme = include_str!("../../../README.md");
+    assert!(words(readme).contains(&words(here)), "the README differs from: {here}");
 }
 
 /// Random jobs over nodes that `over` makes and `nodes` describes, flat and crossing nodes once.

@@ -35,6 +35,9 @@ mod queue;
 #[cfg(all(feature = "rdma", not(loom)))]
 mod rdma;
 #[cfg(not(loom))]
+#[path = "rdma/plan.rs"]
+mod rdma_plan;
+#[cfg(not(loom))]
 mod rendezvous;
 pub mod ring;
 mod sync;
@@ -68,6 +71,8 @@ pub use process::ProcessTransport;
 pub use queue::Queue;
 #[cfg(all(feature = "rdma", not(loom)))]
 pub use rdma::RdmaTransport;
+#[cfg(not(loom))]
+pub use rdma_plan::RdmaPlan;
 #[cfg(not(loom))]
 pub use rendezvous::{AllGather, Rendezvous};
 #[cfg(not(loom))]

@@ -142,6 +142,12 @@ impl Ring {
         self.memory.capacity()
     }
 
+    /// The bytes of the memory it is in.
+    #[cfg(all(test, not(loom)))]
+    pub(crate) fn allocated(&self) -> usize {
+        self.memory.region_bytes()
+    }
+
     /// The two sides. `waker` is what producers call when the consumer sleeps. A side that this
     /// process does not need can be dropped.
     pub fn split(self, waker: Waker) -> (Producer, Consumer) {

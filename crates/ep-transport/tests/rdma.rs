@@ -256,6 +256,75 @@ fn a_link_dropped_early_is_no_failure() {
     });
 }
 
+/// Sets the link up. It has lost its routes.
+fn up_again() {
+    sh("ip link set veth1 up");
+    sh("ip route replace 10.99.0.1 dev veth1 src 10.99.0.2 table 100");
+    sh("ip route replace 10.99.0.2 dev veth0 src 10.99.0.1 table 100");
+}
+
+/// A port that goes down is an error on every rank that names it, though nobody sends anything.
+#[test]
+#[ignore = "needs RDMA devices"]
+fn a_port_that_goes_down_is_everyones_error() {
+    linked(2, apart, |group, link| {
+        let rank = group.rank();
+        group.barrier().unwrap();
+        let start = Instant::now();
+        if rank == 0 {
+            sh("ip link set veth1 down");
+        }
+        let waited = link.wait(&Queue::host(), "data", &[1 - rank], 0, after(LIMIT));
+        let error = waited.unwrap_err();
+        let text = error.to_string();
+        println!("rank {rank}, {:?}: {text}", start.elapsed());
+        assert!(text.contains("port 1 of rxe") && text.contains("is down"), "{text}");
+        assert!(!error.group_usable() && start.elapsed() < LIMIT / 4, "{:?}", start.elapsed());
+    });
+    up_again();
+    run_members("zero_length_puts", members(2, apart), LIMIT).unwrap();
+}
+
+/// A port that is back before its packets are given up is no failure.
+#[test]
+#[ignore = "needs RDMA devices"]
+fn a_port_that_is_soon_back_is_no_failure() {
+    let batch = std::env::temp_dir().join("down-and-up");
+    std::fs::write(&batch, "link set veth1 down\nlink set veth1 up\n").unwrap();
+    let down_and_up = format!("ip -batch {}", batch.display());
+    // Each packet has four seconds.
+    linked(
+        2,
+        |rank| apart(rank).ack_timeout(20),
+        |group, link| {
+            let (peer, queue) = (1 - group.rank(), Queue::host());
+            for round in 0..3 {
+                group.barrier().unwrap();
+                if round > 0 && peer == 1 {
+                    sh(&down_and_up);
+                    up_again();
+                }
+                link.put(&queue, Put { peer, from: 0, to: 0, bytes: 4096 }).unwrap();
+                link.signal(&queue, peer, 0).unwrap();
+                link.wait(&queue, "data", &[peer], 0, after(LIMIT)).unwrap();
+            }
+        },
+    );
+}
+
+/// Nodes that share a host get NICs of their own; what a rank cannot do with its NIC names that.
+#[test]
+#[ignore = "needs RDMA devices"]
+fn nodes_of_one_host_have_nics_of_their_own() {
+    let errors = open_on_two(|rank| RdmaTransport::new().node(7 - rank as u64).gid_index(77));
+    for (rank, error) in errors.iter().enumerate() {
+        let text = format!("rxe{rank} has no GID 77");
+        assert!(error.to_string().contains(&text), "rank {rank}: {error}");
+    }
+    let own = |rank| RdmaTransport::new().node(rank as u64 % 2);
+    run_members("data_before_signal_is_visible", members(4, own), LIMIT).unwrap();
+}
+
 fn open_on_two(make: impl Fn(usize) -> RdmaTransport + Sync) -> Vec<TransportError> {
     std::thread::scope(|scope| {
         let open = |group: Group| {
@@ -298,11 +367,9 @@ fn what_cannot_be_opened_is_said_on_every_rank() {
     check(open_on_two(other_keys), ["partition keys, index 100", "partition keys, index 100"]);
     sh("ip link set veth1 down");
     let errors = open_on_two(apart);
-    sh("ip link set veth1 up");
+    up_again();
     // Both ends of the link are down then.
     check(errors, ["port 1 Down", "port 1 Down"]);
-    sh("ip route replace 10.99.0.1 dev veth1 src 10.99.0.2 table 100");
-    sh("ip route replace 10.99.0.2 dev veth0 src 10.99.0.1 table 100");
     run_members("zero_length_puts", members(2, apart), LIMIT).unwrap();
 }
 

@@ -6,9 +6,7 @@
 //! all before it*, whichever came first, the writes or the announcement. Nothing is assumed about
 //! the order in which the fabric delivers; each immediate speaks for its own write alone.
 
-/// How many epochs may be under way at once. The sender opens epoch `e` only once the receiver has
-/// said that epoch `e - WINDOW` is complete, so a place is never taken twice.
-pub(super) const WINDOW: u32 = 64;
+pub(super) use crate::rdma_plan::{RECORD, WINDOW};
 
 /// The immediate of a write: its epoch and whether it is the signal that ends it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -51,8 +49,7 @@ pub(super) struct Record {
     pub parts: u32,
 }
 
-pub(super) const RECORD: usize = size_of::<Record>();
-const _: () = assert!(RECORD == 16);
+const _: () = assert!(RECORD == size_of::<Record>());
 
 /// What has arrived from one source through one NIC.
 #[derive(Debug)]

@@ -3,6 +3,7 @@
 use std::os::fd::BorrowedFd;
 use std::time::Duration;
 
+use super::events::Event;
 use super::pair::Write;
 use crate::Result;
 
@@ -78,11 +79,17 @@ pub(super) trait Device: Send {
     /// The number of the queue pair, for messages.
     fn number(&self, peer: usize, pair: usize) -> u32;
 
-    /// The address of a byte of `peer`'s region and the key to it.
+    /// The address of a byte of `peer`'s memory and the key to it.
     fn remote(&self, peer: usize, at: usize) -> (u64, u32);
 
-    /// The key to this rank's region.
-    fn local_key(&self) -> u32;
+    /// The address of a byte of this rank's memory, as the NIC is told it, and the key to it.
+    fn local(&self, at: usize) -> (u64, u32);
+
+    /// Takes what has happened to the NIC that is no completion.
+    fn events(&mut self, into: &mut Vec<Event>) -> Result<()> {
+        let _ = into;
+        Ok(())
+    }
 }
 
 #[cfg(test)]

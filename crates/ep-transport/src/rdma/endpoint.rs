@@ -10,15 +10,15 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use serde::{Deserialize, Serialize};
 
 use super::OP;
+use super::areas::{self, Area, Source};
 use super::device::{Completion, Device, Id, Kind};
+use super::events::{self, Event};
 use super::options::{Chosen, Family, Options};
 use super::pair::{Completions, Pair, PairSize, Write};
 use super::verbs::{Context, Domain, Registered};
-use crate::host_link::Region;
+use crate::rdma_plan::SEND_QUEUE;
 use crate::{Result, TransportError};
 
-/// Sends queued per queue pair, besides one for credit.
-pub(super) const SEND_QUEUE: usize = 64;
 /// Completions taken at once.
 const BATCH: usize = 32;
 
@@ -32,10 +32,18 @@ pub(super) struct Card {
     family: Option<u8>,
     infiniband: bool,
     mtu: u32,
-    base: u64,
-    key: u32,
-    /// Numbers of the queue pairs, by peer; none for those that are not reached this way.
-    pairs: Vec<Vec<u32>>,
+    areas: Vec<Area>,
+    /// The queue pairs, by peer; none for those that are not reached this way.
+    pairs: Vec<Vec<End>>,
+}
+
+/// A queue pair, as the one it is connected to has to know it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct End {
+    number: u32,
+    /// The number of the first packet it sends, 24 bits. It is random, so that what is still on its
+    /// way from an earlier connection with the same number is no packet of this one.
+    packet: u32,
 }
 
 pub(super) struct Endpoint {
@@ -44,10 +52,13 @@ pub(super) struct Endpoint {
     port: ffi::ibv_port_attr,
     completions: Arc<Completions>,
     pairs: Vec<Vec<Pair>>,
-    memory: Registered,
-    base: u64,
+    /// The first packets' numbers, by peer and queue pair.
+    packets: Vec<Vec<u32>>,
+    /// What is registered, each with what the NIC knows of it.
+    memory: Vec<Registered>,
+    areas: Vec<Area>,
     gid: Option<[u8; 16]>,
-    remotes: Vec<(u64, u32)>,
+    remotes: Vec<Vec<Area>>,
     taken: Vec<ffi::ibv_wc>,
 }
 
@@ -58,15 +69,26 @@ impl std::fmt::Debug for Endpoint {
 }
 
 impl Endpoint {
-    /// Opens the NIC, registers `region` and makes queue pairs for the `bulk` peers of `world`.
+    /// Opens the NIC, registers `memory` (each with the offset at which it begins) and makes queue
+    /// pairs for the `bulk` peers of `world`.
     pub(super) fn open(
         chosen: &Chosen,
-        region: &Arc<dyn Region>,
+        memory: &[(usize, Source)],
         bulk: &[usize],
         world: usize,
         options: &Options,
     ) -> Result<Self> {
-        let context = Context::open(&chosen.device)?;
+        Self::on(Context::open(&chosen.device)?, chosen, memory, (bulk, world), options)
+    }
+
+    /// The same on a device that is open.
+    fn on(
+        context: Arc<Context>,
+        chosen: &Chosen,
+        memory: &[(usize, Source)],
+        (bulk, world): (&[usize], usize),
+        options: &Options,
+    ) -> Result<Self> {
         let device = context.device()?;
         let port = context.port(chosen.port)?;
         let gid = chosen.gid.map(|(index, _)| context.gid(chosen.port, index)).transpose()?;
@@ -96,11 +118,23 @@ impl Endpoint {
         }
         let completions = Completions::new(&context, entries.max(1))?;
         let domain = Domain::new(&context)?;
-        let memory = Registered::new(&domain, region.clone(), options.relaxed)?;
+        events::unblock(&context)?;
+        let register = |(_, source): &(usize, Source)| {
+            Registered::new(&domain, source.clone(), options.relaxed)
+        };
+        let registered = memory.iter().map(register).collect::<Result<Vec<_>>>()?;
+        let area = |((from, source), known): (&(usize, Source), &Registered)| Area {
+            from: *from,
+            address: source.address(),
+            key: known.remote_key(),
+        };
+        let areas = memory.iter().zip(&registered).map(area).collect();
         let mut pairs: Vec<Vec<Pair>> = (0..world).map(|_| Vec::new()).collect();
+        let mut packets = vec![Vec::new(); world];
         for &peer in bulk {
             for _ in 0..options.queue_pairs {
                 pairs[peer].push(Pair::new(&domain, &completions, size)?);
+                packets[peer].push(first_packet()?);
             }
         }
         Ok(Self {
@@ -109,10 +143,11 @@ impl Endpoint {
             port,
             completions,
             pairs,
-            memory,
-            base: region.base().as_ptr() as u64,
+            packets,
+            memory: registered,
+            areas,
             gid,
-            remotes: vec![(0, 0); world],
+            remotes: vec![Vec::new(); world],
             taken: vec![ffi::ibv_wc::default(); BATCH],
         })
     }
@@ -124,6 +159,10 @@ impl Endpoint {
 
     pub(super) fn card(&self, options: &Options) -> Card {
         let infiniband = u32::from(self.port.link_layer) == ffi::IBV_LINK_LAYER_INFINIBAND;
+        let end = |(pair, &packet): (&Pair, &u32)| End { number: pair.number(), packet };
+        let ends = |(pairs, packets): (&Vec<Pair>, &Vec<u32>)| {
+            pairs.iter().zip(packets).map(end).collect()
+        };
         Card {
             device: self.chosen.device.clone(),
             lid: self.port.lid,
@@ -131,9 +170,8 @@ impl Endpoint {
             family: self.chosen.gid.map(|(_, family)| family as u8),
             infiniband,
             mtu: self.mtu(options),
-            base: self.base,
-            key: self.memory.remote_key(),
-            pairs: self.pairs.iter().map(|p| p.iter().map(Pair::number).collect()).collect(),
+            areas: self.areas.clone(),
+            pairs: self.pairs.iter().zip(&self.packets).map(ends).collect(),
         }
     }
 
@@ -165,14 +203,14 @@ impl Endpoint {
                 card.kind()
             ));
         }
-        for (index, (pair, &number)) in mine.iter().zip(theirs).enumerate() {
+        for (index, (pair, &end)) in mine.iter().zip(theirs).enumerate() {
             self.reset_to_init(pair, options)?;
             for _ in 0..options.depth {
                 pair.post_receive(Id { kind: Kind::Receive, peer, pair: index }.encode())?;
             }
-            self.init_to_ready(pair, peer, number, card, options)?;
+            self.init_to_ready((peer, index), end, card, options)?;
         }
-        self.remotes[peer] = (card.base, card.key);
+        self.remotes[peer] = card.areas.clone();
         Ok(())
     }
 
@@ -196,19 +234,20 @@ impl Endpoint {
     /// To "ready to receive", then to "ready to send".
     fn init_to_ready(
         &self,
-        pair: &Pair,
-        peer: usize,
-        number: u32,
+        (peer, index): (usize, usize),
+        end: End,
         card: &Card,
         options: &Options,
     ) -> Result<()> {
         use ffi::ibv_qp_attr_mask as Mask;
+        let pair = &self.pairs[peer][index];
         // The same on both sides, as each tells its own.
         let mtu = self.mtu(options).min(card.mtu).max(256);
         let mut attr = ffi::ibv_qp_attr {
             qp_state: ffi::ibv_qp_state::IBV_QPS_RTR,
             path_mtu: mtu.ilog2() - 7,
-            dest_qp_num: number,
+            dest_qp_num: end.number,
+            rq_psn: end.packet,
             max_dest_rd_atomic: 1,
             min_rnr_timer: 12,
             ..Default::default()
@@ -236,6 +275,7 @@ impl Endpoint {
         let mut attr = ffi::ibv_qp_attr {
             qp_state: ffi::ibv_qp_state::IBV_QPS_RTS,
             timeout: options.timeout,
+            sq_psn: self.packets[peer][index],
             retry_cnt: options.retries,
             // There is always room for what a peer has credit for, so that this is never needed.
             rnr_retry: options.retries,
@@ -250,6 +290,14 @@ impl Endpoint {
             | Mask::IBV_QP_MAX_QP_RD_ATOMIC;
         pair.modify(&mut attr, mask, &format!("{to}, ready to send"))
     }
+}
+
+/// The number of the first packet of a connection.
+fn first_packet() -> Result<u32> {
+    let mut bytes = [0; 4];
+    let random = rustix::rand::getrandom(&mut bytes[..], rustix::rand::GetRandomFlags::empty());
+    random.map_err(|e| TransportError::os(OP, "asking for random bytes", e))?;
+    Ok(u32::from_ne_bytes(bytes) & 0x00ff_ffff)
 }
 
 impl Card {
@@ -295,6 +343,27 @@ impl Device for Endpoint {
         Ok(count < self.taken.len())
     }
 
+    fn events(&mut self, into: &mut Vec<Event>) -> Result<()> {
+        loop {
+            let raw = match events::next(&self.context) {
+                Ok(None) => return Ok(()),
+                Ok(Some(raw)) => raw,
+                Err(error) => {
+                    into.push(Event::Dead(error));
+                    return Ok(());
+                }
+            };
+            let id = |number| {
+                let of = |pairs: &Vec<Pair>| pairs.iter().position(|p| p.number() == number);
+                let mut peers = self.pairs.iter().enumerate();
+                peers.find_map(|(peer, pairs)| {
+                    Some(Id { kind: Kind::Write, peer, pair: of(pairs)? })
+                })
+            };
+            into.extend(events::read(&self.context, self.chosen.port, raw, id));
+        }
+    }
+
     fn sleep(&mut self, bell: BorrowedFd<'_>, bound: Duration) -> Result<()> {
         let bound =
             Timespec { tv_sec: bound.as_secs() as i64, tv_nsec: bound.subsec_nanos().into() };
@@ -302,6 +371,7 @@ impl Device for Endpoint {
         let mut fds = [
             PollFd::from_borrowed_fd(bell, PollFlags::IN),
             PollFd::from_borrowed_fd(completions, PollFlags::IN),
+            PollFd::from_borrowed_fd(events::fd(&self.context), PollFlags::IN),
         ];
         match poll(&mut fds, Some(&bound)) {
             Ok(_) | Err(rustix::io::Errno::INTR) => {}
@@ -322,11 +392,17 @@ impl Device for Endpoint {
     }
 
     fn remote(&self, peer: usize, at: usize) -> (u64, u32) {
-        let (base, key) = self.remotes[peer];
-        (base + at as u64, key)
+        areas::find(&self.remotes[peer], at)
     }
 
-    fn local_key(&self) -> u32 {
-        self.memory.local_key()
+    fn local(&self, at: usize) -> (u64, u32) {
+        // Local and remote keys of a registration are not the same.
+        let (address, _) = areas::find(&self.areas, at);
+        let known = self.areas.iter().rposition(|area| area.from <= at);
+        (address, known.map_or(0, |known| self.memory[known].local_key()))
     }
 }
+
+#[cfg(test)]
+#[path = "endpoint_tests.rs"]
+mod tests;

@@ -7,6 +7,7 @@ use std::time::Duration;
 use super::RdmaTransport;
 use super::device::{Completion, Device};
 use super::endpoint::Endpoint;
+use super::events::Event;
 use super::pair::Write;
 use crate::{Deadline, ErrorKind, Group, Link, Put, Queue, Result, TransportError, WindowSpec};
 
@@ -52,8 +53,12 @@ impl Device for Broken {
         self.nic.remote(peer, at)
     }
 
-    fn local_key(&self) -> u32 {
-        self.nic.local_key()
+    fn events(&mut self, into: &mut Vec<Event>) -> Result<()> {
+        self.nic.events(into)
+    }
+
+    fn local(&self, at: usize) -> (u64, u32) {
+        self.nic.local(at)
     }
 }
 

@@ -11,15 +11,14 @@ use super::OP;
 use super::arrivals::{RECORD, Record, WINDOW};
 use super::sender::Credit;
 use crate::host_link::{HostLink, Region};
+use crate::rdma_plan::{BLOCK, LINE};
 use crate::{Result, TransportError, WindowSpec};
 
 const RECORDS: usize = WINDOW as usize * RECORD;
-const LINE: usize = 64;
 const OUT: usize = RECORDS;
 const ROOM: usize = 2 * RECORDS;
 const TELL: usize = ROOM + LINE;
-/// Bytes for one (peer, NIC).
-pub(super) const BLOCK: usize = TELL + LINE;
+const _: () = assert!(BLOCK == TELL + LINE);
 /// Bytes of a [`Credit`] on its way, with a word that says whether its sender has closed the link.
 pub(super) const CREDIT: usize = 12;
 
@@ -42,6 +41,12 @@ impl Layout {
             detail: format!("{spec:?} for {world} ranks is beyond the address space"),
         })?;
         Ok(Self { blocks, nics, bytes: bytes.next_multiple_of(4096) })
+    }
+
+    /// Where that begins which is behind window and flags, and is the NICs' alone.
+    #[cfg(feature = "cuda")]
+    pub(super) fn words(&self) -> usize {
+        self.blocks
     }
 
     fn block(&self, peer: usize, nic: usize) -> usize {
@@ -111,11 +116,6 @@ impl Words {
         self.word(at).store(credit.immediates, Ordering::Relaxed);
         self.word(at + 4).store(credit.epochs, Ordering::Relaxed);
         self.word(at + 8).store(closed.into(), Ordering::Relaxed);
-    }
-
-    /// The address of a byte, as the device is told it.
-    pub(super) fn address(&self, at: usize) -> u64 {
-        self.0.base().as_ptr() as u64 + at as u64
     }
 }
 

@@ -17,15 +17,15 @@ use super::options::Options;
 use super::proxy::{Proxy, Setup};
 use super::sender::Limits;
 use super::shared::{Order, Shared};
+use super::window::{self, Window};
 use crate::flags::FlagBoard;
 use crate::host_link::{self, Region};
+use crate::rdma_plan::{RING, SEND_QUEUE};
 use crate::ring::{Producer, Ring};
 use crate::{
-    Deadline, Group, Link, Mapping, Put, Queue, Reach, Result, TransportError, WindowSpec,
+    Deadline, Group, Link, Mapping, Memory, Put, Queue, Reach, Result, TransportError, WindowSpec,
 };
 
-/// Commands that fit a ring.
-const RING: usize = 1024;
 /// How long a put or signal may wait for room in the ring.
 const PATIENCE: std::time::Duration = crate::DEFAULT_TIMEOUT;
 
@@ -40,6 +40,7 @@ pub(super) struct Opened {
     pub layout: Layout,
     /// Those of the node's ranks, by rank.
     pub regions: Vec<Option<Arc<dyn Region>>>,
+    pub window: Window,
     pub nodes: Nodes,
 }
 
@@ -55,10 +56,11 @@ pub(super) struct RdmaLink {
     group: Group,
     spec: WindowSpec,
     regions: Vec<Option<Arc<dyn Region>>>,
+    own: Window,
     boards: Vec<Option<FlagBoard>>,
     shared: Arc<Shared>,
     nics: Vec<Nic>,
-    /// Which NIC gets the next small put.
+    /// Which NIC gets the first part of the next large put.
     turn: AtomicUsize,
     stripe: usize,
     threads: Mutex<Vec<JoinHandle<()>>>,
@@ -81,7 +83,7 @@ impl RdmaLink {
         devices: Vec<(D, Vec<u32>)>,
         options: &Options,
     ) -> Result<Arc<Self>> {
-        let Opened { group, spec, layout, regions, nodes } = opened;
+        let Opened { group, spec, layout, regions, window, nodes } = opened;
         let (rank, world) = (group.rank(), group.world());
         let offset = host_link::board_offset(spec).expect("checked with the layout");
         let board = |region: &Option<Arc<dyn Region>>| {
@@ -102,6 +104,7 @@ impl RdmaLink {
             group,
             spec,
             regions,
+            own: window,
             boards,
             shared,
             nics: Vec::new(),
@@ -133,7 +136,7 @@ impl RdmaLink {
             nic,
             limits: Limits {
                 depth: options.depth as u32,
-                send_queue: super::endpoint::SEND_QUEUE,
+                send_queue: SEND_QUEUE,
                 queue_pairs: options.queue_pairs,
                 piece: options.piece,
                 stripe: options.stripe,
@@ -141,6 +144,7 @@ impl RdmaLink {
             in_flight: options.in_flight,
             busy: options.busy,
             drain: options.drain,
+            grace: options.grace(),
         };
         let (shared, bulk) = (self.shared.clone(), nodes.bulk());
         let proxy = Proxy::new(setup, device, consumer, bell.clone(), shared, bulk);
@@ -161,7 +165,9 @@ impl RdmaLink {
 
     fn mapped(&self, rank: usize) -> Option<Mapping> {
         let region = self.regions[rank].as_ref()?;
-        Some(Mapping { base: region.base(), bytes: self.spec.bytes })
+        // Those who have windows on GPUs map nobody else's.
+        let base = self.own.base().unwrap_or_else(|| region.base());
+        Some(Mapping { base, bytes: self.spec.bytes })
     }
 
     fn push(&self, nic: usize, op: &'static str, order: Order) -> Result<()> {
@@ -178,7 +184,10 @@ impl RdmaLink {
         let Put { peer, from, to, bytes } = put;
         let count = self.nics.len();
         let share = bytes.div_ceil(count).next_multiple_of(4096).max(self.stripe);
-        let first = self.turn.fetch_add(1, Ordering::Relaxed);
+        let first = match bytes <= share {
+            true => of_small(to, self.stripe, self.group.rank() + peer),
+            false => self.turn.fetch_add(1, Ordering::Relaxed),
+        };
         let mut done = 0;
         for i in 0.. {
             let bytes = share.min(bytes - done);
@@ -191,6 +200,13 @@ impl RdmaLink {
         }
         Ok(())
     }
+}
+
+/// The number, before it is reduced to those there are, of the NIC for a put to `to` that is not worth
+/// dividing. Neighbours go the same way, so that a proxy makes one write of them; what is farther
+/// apart, and what goes to others, may go another.
+fn of_small(to: usize, stripe: usize, pair: usize) -> usize {
+    (to / stripe.max(1)).wrapping_add(pair)
 }
 
 fn ring(bell: &OwnedFd) {
@@ -240,11 +256,16 @@ unsafe impl Link for RdmaLink {
         self.mapped(self.group.rank()).expect("a rank has a window")
     }
 
+    fn memory(&self) -> Memory {
+        self.own.memory()
+    }
+
     fn reach(&self, peer: usize) -> Reach {
         self.regions.get(peer).and_then(|_| self.mapped(peer)).map_or(Reach::Bulk, Reach::Direct)
     }
 
-    fn put(&self, _queue: &Queue, put: Put) -> Result<()> {
+    fn put(&self, queue: &Queue, put: Put) -> Result<()> {
+        window::on_host("put", queue)?;
         host_link::check_put(&put, self.group.world(), self.spec)?;
         let Some(theirs) = self.mapped(put.peer) else {
             self.shared.check()?;
@@ -253,18 +274,19 @@ unsafe impl Link for RdmaLink {
         let (from, to) = (self.window().base.as_ptr(), theirs.base.as_ptr());
         // SAFETY: both ranges were just checked to lie in windows that stay mapped while `self`
         // holds their regions. That no other rank writes them meanwhile is the protocol's promise
-        // to itself; within one window they may overlap, which `copy` allows.
-        unsafe { std::ptr::copy(from.add(put.from), to.add(put.to), put.bytes) };
-        Ok(())
+        // to itself.
+        unsafe { self.own.copy(from.add(put.from), to.add(put.to), put.bytes) }
     }
 
-    fn flush(&self, _queue: &Queue, deadline: Deadline) -> Result<()> {
+    fn flush(&self, queue: &Queue, deadline: Deadline) -> Result<()> {
+        window::on_host("flush", queue)?;
         let pushed: Vec<u64> =
             self.nics.iter().map(|nic| nic.pushed.load(Ordering::Acquire)).collect();
         self.shared.wait_retired("flush", &pushed, deadline)
     }
 
-    fn signal(&self, _queue: &Queue, peer: usize, flag: u32) -> Result<()> {
+    fn signal(&self, queue: &Queue, peer: usize, flag: u32) -> Result<()> {
+        window::on_host("signal", queue)?;
         host_link::check_rank("signal", peer, self.group.world())?;
         host_link::check_flag("signal", flag, self.spec)?;
         if let Some(board) = &self.boards[peer] {
@@ -279,12 +301,13 @@ unsafe impl Link for RdmaLink {
 
     fn wait(
         &self,
-        _queue: &Queue,
+        queue: &Queue,
         op: &'static str,
         peers: &[usize],
         flag: u32,
         deadline: Deadline,
     ) -> Result<()> {
+        window::on_host(op, queue)?;
         host_link::check_flag(op, flag, self.spec)?;
         peers.iter().try_for_each(|&p| host_link::check_rank(op, p, self.group.world()))?;
         // A peer may leave as soon as its NIC knows its last words delivered, which is before this
@@ -299,10 +322,70 @@ unsafe impl Link for RdmaLink {
             again
         };
         let health = self.group.health();
-        self.shared.board.wait_until(op, flag, peers, deadline, health, settle)
+        self.shared.board.wait_until(op, flag, peers, deadline, health, settle)?;
+        self.own.arrived()
     }
 
     fn ready(&self, peers: &[usize], flag: u32) -> bool {
         host_link::ready(&self.shared.board, &self.group, peers, flag)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::super::sender::{Limits, Peer, What};
+    use super::*;
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(100))]
+
+        /// Of adjacent small puts each NIC makes one write per stretch that is its own, and together
+        /// they write every byte once.
+        #[test]
+        fn adjacent_blocks_merge_on_every_nic(
+            blocks in prop::collection::vec(1usize..3_000, 1..200),
+            nics in 1usize..5,
+            pair in 0usize..100,
+            start in 0usize..100_000,
+        ) {
+            const STRIPE: usize = 16_384;
+            let limits = Limits {
+                depth: 4096,
+                send_queue: 4096,
+                queue_pairs: 1,
+                piece: 1 << 20,
+                stripe: STRIPE,
+            };
+            let mut peers: Vec<Peer> = (0..nics).map(|_| Peer::new(limits)).collect();
+            let mut to = start;
+            for (ticket, &bytes) in blocks.iter().enumerate() {
+                let nic = of_small(to, STRIPE, pair) % nics;
+                peers[nic].push_put(to + 7, to, bytes, ticket as u64);
+                to += bytes;
+            }
+            let mut writes: Vec<(usize, usize)> = Vec::new();
+            for peer in &mut peers {
+                while let Some((post, ..)) = peer.next(usize::MAX) {
+                    let What::Bytes { from, to, bytes } = post.what else { unreachable!() };
+                    prop_assert_eq!(from, to + 7);
+                    writes.push((to, bytes));
+                }
+            }
+            writes.sort_unstable();
+            prop_assert!(writes.windows(2).all(|two| two[0].0 + two[0].1 == two[1].0));
+            prop_assert_eq!(writes[0].0, start);
+            prop_assert_eq!(writes.iter().map(|write| write.1).sum::<usize>(), to - start);
+            // Where there is more than one NIC, a write for each stripe that a block starts in.
+            let most = if nics == 1 { 1 } else { to / STRIPE - start / STRIPE + 1 };
+            prop_assert!(writes.len() <= most, "{} writes of {} blocks", writes.len(), blocks.len());
+        }
+    }
+
+    #[test]
+    fn small_puts_go_to_all_nics() {
+        let of = |to, pair| of_small(to, 4096, pair) % 2;
+        assert_eq!([of(0, 3), of(4095, 3), of(4096, 3), of(0, 4)], [1, 1, 0, 0]);
     }
 }

@@ -4,23 +4,34 @@
 //! one-sided writes with an immediate each, and counts the immediates that arrive. Nothing depends
 //! on the order in which the fabric delivers: see [`arrivals`].
 
+mod areas;
 mod arrivals;
 mod device;
 mod endpoint;
+mod events;
+#[cfg(feature = "cuda")]
+mod gpu;
 #[cfg(test)]
 mod hardware;
 mod layout;
 mod link;
+#[cfg(test)]
+mod mock;
 mod nodes;
 mod options;
 mod pair;
+#[cfg(test)]
+mod posting;
 mod proxy;
 mod sender;
 mod shared;
 #[cfg(test)]
 mod simulated;
 mod tickets;
+#[cfg(test)]
+mod trouble;
 mod verbs;
+mod window;
 
 use std::path::Path;
 use std::sync::Arc;
@@ -29,13 +40,15 @@ use ep_topology::Host;
 use serde::{Deserialize, Serialize};
 
 use crate::host_link::Region;
-use crate::{Deadline, Group, Link, Result, Transport, TransportError, WindowSpec};
+use crate::{Deadline, Group, Link, Memory, Result, Transport, TransportError, WindowSpec};
+use areas::Source;
 use device::Device;
 use endpoint::{Card, Endpoint};
 use layout::Layout;
 use link::{Opened, RdmaLink};
 use nodes::Nodes;
 use options::{Chosen, Options};
+use window::Window;
 
 const OP: &str = "open";
 
@@ -46,7 +59,7 @@ const OP: &str = "open";
 /// is told to use; the `i`-th NIC of a rank talks to the `i`-th of each peer. A setting that all
 /// ranks must share is checked when windows are opened. libibverbs is opened at run time.
 ///
-/// Windows are in host memory. Registering them counts against the limit on locked memory.
+/// Windows are in host memory unless asked otherwise (`cuda`). Registering them counts against the limit on locked memory.
 #[derive(Clone, Debug, Default)]
 pub struct RdmaTransport {
     options: Options,
@@ -111,6 +124,18 @@ settings! {
     node: u64 => |o, node| o.node = Some(node);
 }
 
+#[cfg(feature = "cuda")]
+settings! {
+    /// Windows are on the GPU with this ordinal among those the process sees, on all ranks. Then no
+    /// two ranks map each other's windows, not even on one host, and operations take the host queue.
+    ///
+    /// The NICs reach the GPU's memory through a dma-buf (`cuMemGetHandleForAddressRange`,
+    /// `ibv_reg_dmabuf_mr`) where driver and NIC have that, and the host makes the GPU see what
+    /// arrived (`cuFlushGPUDirectRDMAWrites`) where it would not by itself. Elsewhere windows are in
+    /// page-locked memory of the host that the GPU has mapped, and a warning says why.
+    cuda: usize => |o, ordinal| o.memory = crate::Memory::Cuda { ordinal };
+}
+
 impl RdmaTransport {
     /// Everything by default.
     pub fn new() -> Self {
@@ -154,20 +179,23 @@ impl RdmaTransport {
         together(group, self.options.check(), |()| Vec::new(), deadline)?;
         group.agree(OP, &self.options.shared(), deadline)?;
         let nodes = Nodes::meet(group, self.options.node, deadline)?;
+        let nodes = if self.options.memory == Memory::Host { nodes } else { nodes.apart() };
         let layout = Layout::new(spec, group.world(), self.options.nics)?;
         let regions = nodes.share(group, layout.bytes, deadline);
         let prepared = regions.and_then(|regions| {
             let own = regions[group.rank()].clone().expect("a rank has a window");
-            Ok((regions, self.prepare(group, &nodes, &own)?))
+            let open = |memory: &[(usize, Source)]| self.prepare(group, &nodes, memory);
+            let (window, endpoints) = self.place((spec, layout), own, open)?;
+            Ok((regions, window, endpoints))
         });
         let card = |endpoint: &(Endpoint, Vec<u32>)| endpoint.0.card(&self.options);
-        let cards = |(_, endpoints): &(_, Vec<_>)| -> Vec<u8> {
+        let cards = |(_, _, endpoints): &(_, _, Vec<_>)| -> Vec<u8> {
             let cards: Vec<Card> = endpoints.iter().map(card).collect();
             postcard::to_stdvec(&cards).expect("plain data")
         };
-        let ((regions, mut endpoints), all) = together(group, prepared, cards, deadline)?;
+        let ((regions, window, mut endpoints), all) = together(group, prepared, cards, deadline)?;
         let connected = self.connect(group.rank(), &nodes, &mut endpoints, &all);
-        let opened = Opened { group: group.clone(), spec, layout, regions, nodes };
+        let opened = Opened { group: group.clone(), spec, layout, regions, window, nodes };
         let devices = endpoints.into_iter().map(|(endpoint, cores)| (device(endpoint), cores));
         let started =
             connected.and_then(|()| RdmaLink::start(opened, devices.collect(), &self.options));
@@ -176,12 +204,30 @@ impl RdmaTransport {
         Ok(link)
     }
 
+    /// Puts this rank's window where it is to be, which `open` makes known to its NICs.
+    fn place<T>(
+        &self,
+        (spec, layout): (WindowSpec, Layout),
+        own: Arc<dyn Region>,
+        open: impl Fn(&[(usize, Source)]) -> Result<T>,
+    ) -> Result<(Window, T)> {
+        #[cfg(feature = "cuda")]
+        if let Memory::Cuda { ordinal } = self.options.memory {
+            let gpu = gpu::Gpu::open(gpu::Driver::get()?, ordinal)?;
+            let (window, opened) = gpu::place(&gpu, (&own, layout.words()), spec.bytes, open)?;
+            return Ok((Window { gpu: Some(window) }, opened));
+        }
+        let _ = (spec, layout);
+        let opened = open(&[(0, Source::Pages { region: own, from: 0 })])?;
+        Ok((Window::default(), opened))
+    }
+
     /// Chooses and opens this rank's NICs, each with the cores near it.
     fn prepare(
         &self,
         group: &Group,
         nodes: &Nodes,
-        own: &Arc<dyn Region>,
+        memory: &[(usize, Source)],
     ) -> Result<Vec<(Endpoint, Vec<u32>)>> {
         if nodes.bulk().is_empty() {
             return Ok(Vec::new());
@@ -192,7 +238,7 @@ impl RdmaTransport {
             let cores =
                 if self.options.pin { link::cores_near(&host, one.numa_node) } else { Vec::new() };
             let bulk = nodes.bulk();
-            Ok((Endpoint::open(one, own, bulk, group.world(), &self.options)?, cores))
+            Ok((Endpoint::open(one, memory, bulk, group.world(), &self.options)?, cores))
         };
         chosen.iter().map(open).collect()
     }

@@ -32,6 +32,8 @@ pub(super) struct Nodes {
     bulk: Vec<usize>,
     /// How many ranks the host has, whatever nodes they count as.
     on_host: usize,
+    /// This rank's number among them.
+    local: usize,
     rank: usize,
 }
 
@@ -57,8 +59,20 @@ impl Nodes {
         let of_mine = |r: &usize| heads[*r] == heads[rank];
         let (members, bulk) = (0..places.len()).partition(of_mine);
         let host = &places[rank].host;
-        let on_host = places.iter().filter(|one| one.host == *host).count();
-        Self { heads, members, bulk, on_host, rank }
+        let mut beside: Vec<usize> =
+            (0..places.len()).filter(|&one| places[one].host == *host).collect();
+        // Ranks of one node behind each other: nodes that share a host get NICs of their own, and
+        // ranks of the same number within nodes of one size have NICs of the same number.
+        beside.sort_by_key(|&one| (heads[one], one));
+        let local = beside.iter().take_while(|&&one| one != rank).count();
+        Self { heads, members, bulk, on_host: beside.len(), local, rank }
+    }
+
+    /// The same, but that no rank maps another's memory.
+    pub(super) fn apart(self) -> Self {
+        let heads: Vec<usize> = (0..self.heads.len()).collect();
+        let bulk = heads.iter().copied().filter(|&peer| peer != self.rank).collect();
+        Self { heads, members: vec![self.rank], bulk, ..self }
     }
 
     /// The peers on other nodes.
@@ -66,9 +80,9 @@ impl Nodes {
         &self.bulk
     }
 
-    /// This rank's number among those of its node.
+    /// This rank's number among those of its host, of which those of a node follow each other.
     pub(super) fn local(&self) -> usize {
-        self.members.iter().take_while(|&&rank| rank != self.rank).count()
+        self.local
     }
 
     /// How many ranks share the host's cores.
@@ -107,6 +121,24 @@ mod tests {
         Place { host, node }
     }
 
+    /// One host that stands for nodes, in whatever order ranks count as theirs, divides its NICs
+    /// among them as if each had been given some; real hosts do not mind.
+    #[test]
+    fn nodes_of_one_host_have_nics_of_their_own() {
+        let locals = |places: &[Place]| -> Vec<usize> {
+            (0..places.len()).map(|rank| Nodes::of(places, rank).local()).collect()
+        };
+        assert_eq!(locals(&[0, 1, 0, 1].map(|node| place("a", Some(node)))), [0, 2, 1, 3]);
+        assert_eq!(locals(&[1, 1, 0, 0].map(|node| place("a", Some(node)))), [0, 1, 2, 3]);
+        let hosts = [("a", 5), ("a", 5), ("b", 7), ("b", 7)];
+        assert_eq!(locals(&hosts.map(|(host, node)| place(host, Some(node)))), [0, 1, 0, 1]);
+        let apart = Nodes::of(&hosts.map(|(host, _)| place(host, None)), 3).apart();
+        assert_eq!(
+            (apart.local(), apart.bulk(), &apart.members[..]),
+            (1, &[0, 1, 2][..], &[3][..])
+        );
+    }
+
     #[test]
     fn ranks_of_a_host_are_a_node_unless_they_say_otherwise() {
         let (a, b) = (place("a", None), place("b", None));
@@ -115,7 +147,7 @@ mod tests {
         assert_eq!((nodes.local(), nodes.on_host()), (1, 3));
         let nodes = Nodes::of(&[0, 0, 1, 1].map(|node| place("a", Some(node))), 3);
         assert_eq!((nodes.members.as_slice(), nodes.bulk()), (&[2, 3][..], &[0, 1][..]));
-        assert_eq!(nodes.on_host(), 4);
+        assert_eq!((nodes.local(), nodes.on_host()), (3, 4));
         let nodes = Nodes::of(&[place("a", None), place("a", Some(1))], 0);
         assert_eq!(nodes.bulk(), [1]);
         // Two that cannot tell which host they are on.

@@ -5,7 +5,7 @@ use std::time::Duration;
 use ep_topology::{Gid, LinkLayer, Nic, NicPort, PortState};
 
 use super::OP;
-use crate::{Result, TransportError};
+use crate::{Memory, Result, TransportError};
 
 /// The largest value of `retry_cnt` used: 7 is for ever with some providers.
 const MAX_RETRIES: u8 = 6;
@@ -33,6 +33,7 @@ pub(super) struct Options {
     pub pin: bool,
     pub busy: bool,
     pub node: Option<u64>,
+    pub memory: Memory,
     pub drain: Duration,
 }
 
@@ -58,6 +59,7 @@ impl Default for Options {
             pin: true,
             busy: false,
             node: None,
+            memory: Memory::Host,
             drain: Duration::from_secs(5),
         }
     }
@@ -109,14 +111,24 @@ impl Options {
         }
     }
 
+    /// How long a port may be down: as long as a packet is sent again, and not long beside the
+    /// time-outs of operations.
+    pub(super) fn grace(&self) -> Duration {
+        const LONGEST: Duration = Duration::from_secs(1);
+        let answer = Duration::from_nanos(4096 << self.timeout.min(31));
+        (answer * (u32::from(self.retries) + 1)).min(LONGEST)
+    }
+
     /// What all ranks have to have in common.
-    pub(super) fn shared(&self) -> [(&'static str, String); 5] {
+    pub(super) fn shared(&self) -> [(&'static str, String); 6] {
         [
             ("nics", self.nics.to_string()),
             ("queue_pairs", self.queue_pairs.to_string()),
             ("depth", self.depth.to_string()),
             ("service_level", self.service_level.to_string()),
             ("pkey_index", self.pkey_index.to_string()),
+            // Windows on GPUs are mapped by nobody, so that is for all ranks or for none.
+            ("windows on GPUs", (self.memory != Memory::Host).to_string()),
         ]
     }
 
@@ -201,7 +213,7 @@ pub(super) struct Chosen {
     pub numa_node: Option<u32>,
 }
 
-/// Picks the NICs of the rank that is the `local`-th of its node.
+/// Picks the NICs of the rank that is the `local`-th of its host.
 ///
 /// # Errors
 /// [`TransportError::Unsupported`] saying what is missing: no such device, node, active port, GID.
@@ -224,7 +236,7 @@ pub(super) fn choose(nics: &[Nic], options: &Options, local: usize) -> Result<Ve
             let all: Vec<String> = nics.iter().map(describe).collect();
             return missing(format!("no RDMA device is usable: {}", all.join("; ")));
         }
-        // Ranks of a node take turns, so that each has a rail of its own where there are enough.
+        // Ranks of a host take turns, so that each has a rail of its own where there are enough.
         let turn = |i: usize| usable[(local * options.nics + i) % usable.len()];
         if usable.len() < options.nics {
             return missing(format!("{} NICs of {} usable", options.nics, usable.len()));

@@ -3,6 +3,8 @@
 //! It makes no call of a GPU's driver, so that it can never wait for one. Whoever waits on this rank
 //! waits on its flags or for a ticket; both are written here.
 
+mod failures;
+
 use std::os::fd::{AsFd, OwnedFd};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -27,11 +29,7 @@ const SPIN: Duration = Duration::from_micros(20);
 const SLICE: Duration = Duration::from_millis(50);
 /// Credit comes as a plain write, which wakes nobody: who waits for it looks this often.
 const STARVED: Duration = Duration::from_millis(1);
-/// The status of what was flushed because something before it failed.
-const FLUSHED: i32 = 5;
 const OP: &str = "rdma";
-/// How long a failed write waits for the news that its peer has left in good order.
-const NEWS: Duration = Duration::from_millis(300);
 
 /// What a proxy knows of one bulk peer.
 #[derive(Debug)]
@@ -59,6 +57,8 @@ pub(super) struct Setup {
     pub busy: bool,
     /// How long what is under way may take once the link is dropped.
     pub drain: Duration,
+    /// How long a port may be down before that is a failure.
+    pub grace: Duration,
 }
 
 #[derive(Debug)]
@@ -80,6 +80,10 @@ pub(super) struct Proxy<D> {
     first: usize,
     /// Failures whose peers may turn out to have left: peer, error, and until when.
     doubtful: Vec<(usize, TransportError, Deadline)>,
+    /// Rounds until the next look at what befalls the NIC.
+    rounds: u32,
+    /// The port that is down, and until when that is no failure.
+    down: Option<(String, Deadline)>,
 }
 
 impl<D: Device> Proxy<D> {
@@ -118,6 +122,8 @@ impl<D: Device> Proxy<D> {
             closing: false,
             first: 0,
             doubtful: Vec::new(),
+            rounds: 0,
+            down: None,
         }
     }
 
@@ -143,6 +149,7 @@ impl<D: Device> Proxy<D> {
             busy |= self.reap()?;
             busy |= self.post()?;
             self.tell()?;
+            self.watch()?;
             self.judge();
             if self.drained {
                 self.shared.passed(self.setup.nic);
@@ -256,10 +263,11 @@ impl<D: Device> Proxy<D> {
         signalled: bool,
     ) -> Result<()> {
         let (remote, remote_key) = self.device.remote(id.peer, to);
+        let (local, local_key) = self.device.local(from);
         let write = Write {
             id: id.encode(),
-            local: self.shared.words.address(from),
-            local_key: self.device.local_key(),
+            local,
+            local_key,
             bytes: bytes as u32,
             remote,
             remote_key,
@@ -392,83 +400,6 @@ impl<D: Device> Proxy<D> {
         Ok(false)
     }
 
-    fn error(&self, id: Id, status: i32, detail: &str) -> TransportError {
-        let pair = self.device.number(id.peer, id.pair);
-        TransportError::Completion {
-            op: OP,
-            peer: id.peer,
-            queue_pair: pair,
-            status,
-            detail: detail.to_owned(),
-        }
-    }
-
-    /// A queue pair is broken. That is a failure if there was something to be done on it, unless
-    /// the peer has left: then it wanted nothing more, and its last answers went with it.
-    fn failed(&mut self, id: Id, status: i32, detail: &str) {
-        let Some(remote) = self.remotes[id.peer].as_mut() else { return };
-        remote.broken = true;
-        if remote.gone {
-            return;
-        }
-        let error = self.error(id, status, detail);
-        match self.doubtful.iter_mut().find(|(peer, ..)| *peer == id.peer) {
-            None => self.doubtful.push((id.peer, error, Deadline::after(NEWS))),
-            // What was merely flushed says nothing of the cause.
-            Some((_, known, _)) if known.code() == Some(FLUSHED) => *known = error,
-            Some(_) => {}
-        }
-    }
-
-    /// Decides about failures whose peers may have left, and about peers that are gone while there
-    /// is something to send to them.
-    fn judge(&mut self) {
-        let nic = self.setup.nic;
-        for peer in 0..self.remotes.len() {
-            let waits = |remote: &Remote| remote.sender.waiting() && !remote.broken;
-            if !self.remotes[peer].as_ref().is_some_and(waits) {
-                continue;
-            }
-            if self.shared.closed(peer, nic) {
-                self.forget(peer);
-            } else if self.shared.is_lost(peer) {
-                let id = Id { kind: Kind::Write, peer, pair: 0 };
-                self.lose(peer, self.error(id, libc::ECONNRESET, "the peer has died"));
-            }
-        }
-        for (peer, error, until) in std::mem::take(&mut self.doubtful) {
-            if self.shared.closed(peer, nic) {
-                self.forget(peer);
-            } else if until.expired() || self.shared.is_lost(peer) {
-                self.lose(peer, error);
-            } else {
-                self.doubtful.push((peer, error, until));
-            }
-        }
-    }
-
-    /// The peer cannot be reached any more: an error for everyone.
-    fn lose(&mut self, peer: usize, error: TransportError) {
-        self.shared.fail(peer, &error);
-        self.forget(peer);
-    }
-
-    /// Nothing more is done for `peer`, and what was under way is done with.
-    fn forget(&mut self, peer: usize) {
-        let Some(remote) = self.remotes[peer].as_mut() else { return };
-        remote.gone = true;
-        let (tickets, in_flight) = (&mut self.tickets, &mut self.in_flight);
-        let mut dropped = Vec::new();
-        remote.sender.clear(
-            |done| {
-                tickets.done(done.ticket);
-                *in_flight -= done.bytes;
-            },
-            |ticket| dropped.push(ticket),
-        );
-        dropped.into_iter().for_each(|ticket| self.tickets.close(ticket));
-    }
-
     /// Sleeps until a command, a completion, or a while has come.
     fn sleep(&mut self) -> Result<()> {
         self.device.arm()?;
@@ -486,6 +417,7 @@ impl<D: Device> Proxy<D> {
         let bound =
             if starved || self.shared.stopping.load(Ordering::Acquire) { STARVED } else { SLICE };
         let slept = self.device.sleep(self.bell.as_fd(), bound);
+        self.rounds = 1;
         self.commands.awake();
         let mut rings = [0u8; 8];
         // Nothing to read is fine: the descriptor does not block.

@@ -12,13 +12,17 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 
+use super::areas::{self, Area, Source};
 use super::device::{Completion, Device, Id, Kind};
+use super::events::Event;
 use super::layout::Layout;
 use super::link::{Opened, RdmaLink};
 use super::nodes::Nodes;
 use super::options::Options;
 use super::pair::Write;
+use super::window::Window;
 use crate::conformance::{Member, run, run_members};
+use crate::host_link::Region;
 use crate::{Deadline, ErrorKind, Group, Link, Put, Queue, Result, Transport, WindowSpec};
 
 /// A write that its sender's device has not reported as done.
@@ -33,17 +37,22 @@ struct Flying {
 
 /// What the devices of one NIC number share.
 #[derive(Default)]
-struct Fabric {
+pub(super) struct Fabric {
     /// In the order of posting.
     flying: Vec<Flying>,
     /// What each rank's device will report.
     reports: HashMap<usize, Vec<Completion>>,
     /// Room for immediates, by (rank, peer, pair).
     room: HashMap<(usize, usize, usize), usize>,
-    /// The regions of ranks whose devices exist.
-    bases: HashMap<usize, u64>,
+    /// The memory of ranks whose devices exist.
+    memory: HashMap<usize, Vec<Area>>,
+    /// What is written there is not seen before somebody flushes it.
+    #[cfg(feature = "cuda")]
+    hidden: Vec<std::ops::Range<u64>>,
+    /// What will befall each rank's device.
+    pub events: HashMap<usize, Vec<Event>>,
     /// Ranks that answer nothing any more.
-    dead: Vec<usize>,
+    pub dead: Vec<usize>,
     random: u64,
     /// An immediate came for which there was no room.
     overrun: bool,
@@ -65,26 +74,38 @@ impl Fabric {
         let index = moving[self.random(moving.len())];
         let piece = 1 + self.random(40_000);
         let Flying { from, id, write, done, .. } = self.flying[index];
-        if self.dead.contains(&id.peer) || !self.bases.contains_key(&id.peer) {
+        if self.dead.contains(&id.peer) || !self.memory.contains_key(&id.peer) {
             self.flying.remove(index);
             let (status, detail) = (12, "nobody answers".to_owned());
             self.report(from, Completion::Failed { id, status, detail });
             return;
         }
         let bytes = piece.min(write.bytes as usize - done);
-        // SAFETY: both regions are mapped while their devices exist, which `bases` tells of one and
+        let source = (write.local as usize + done) as *const u8;
+        let target = (write.remote as usize + done) as *mut u8;
+        // SAFETY: both regions are mapped while their devices exist, which `memory` tells of one and
         // a flying write of the other; a device ends under the fabric's lock.
-        unsafe {
-            let source = (write.local as usize + done) as *const u8;
-            let target = (write.remote as usize + done) as *mut u8;
-            std::ptr::copy_nonoverlapping(source, target, bytes);
-        }
+        unsafe { self.deliver(source, target, bytes) };
         self.flying[index].done += bytes;
         if done + bytes == write.bytes as usize {
             self.flying[index].whole = true;
             self.arrived(from, id, write.immediate);
             self.settle();
         }
+    }
+
+    /// # Safety
+    /// Both ranges are mapped, and nobody else accesses them.
+    unsafe fn deliver(&self, source: *const u8, target: *mut u8, bytes: usize) {
+        #[cfg(feature = "cuda")]
+        if self.hidden.iter().any(|range| range.contains(&(target as u64))) {
+            // SAFETY: by this function's contract.
+            let bytes = unsafe { std::slice::from_raw_parts(source, bytes) }.to_vec();
+            super::gpu::tests::POSTED.lock().push((target as usize, bytes));
+            return;
+        }
+        // SAFETY: by this function's contract.
+        unsafe { std::ptr::copy_nonoverlapping(source, target, bytes) };
     }
 
     fn arrived(&mut self, from: usize, id: Id, immediate: Option<u32>) {
@@ -157,6 +178,11 @@ impl Device for SimulatedDevice {
         Ok(())
     }
 
+    fn events(&mut self, into: &mut Vec<Event>) -> Result<()> {
+        into.append(self.fabric.lock().events.entry(self.rank).or_default());
+        Ok(())
+    }
+
     fn arm(&mut self) -> Result<()> {
         Ok(())
     }
@@ -166,37 +192,39 @@ impl Device for SimulatedDevice {
     }
 
     fn remote(&self, peer: usize, at: usize) -> (u64, u32) {
-        let base = self.fabric.lock().bases.get(&peer).copied();
-        (base.map_or(0, |base| base + at as u64), 0)
+        self.fabric.lock().memory.get(&peer).map_or((0, 0), |areas| areas::find(areas, at))
     }
 
-    fn local_key(&self) -> u32 {
-        0
+    fn local(&self, at: usize) -> (u64, u32) {
+        areas::find(&self.fabric.lock().memory[&self.rank], at)
     }
 }
 
 impl Drop for SimulatedDevice {
     fn drop(&mut self) {
         let mut fabric = self.fabric.lock();
-        fabric.bases.remove(&self.rank);
+        fabric.memory.remove(&self.rank);
         let rank = self.rank;
         fabric.flying.retain(|flying| flying.from != rank);
     }
 }
 
-type Fabrics = Arc<Mutex<HashMap<(usize, usize), Arc<Mutex<Fabric>>>>>;
+pub(super) type Fabrics = Arc<Mutex<HashMap<(usize, usize), Arc<Mutex<Fabric>>>>>;
 
 /// One rank's transport over fabrics that all ranks share, one for each window and NIC.
 #[derive(Debug)]
-struct Simulated {
+pub(super) struct Simulated {
     fabrics: Shared,
     options: Options,
     opened: AtomicUsize,
     seed: u64,
+    /// Windows are on this GPU.
+    #[cfg(feature = "cuda")]
+    pub gpu: Option<Arc<super::gpu::Gpu>>,
 }
 
 #[derive(Clone, Default)]
-struct Shared(Fabrics);
+pub(super) struct Shared(pub Fabrics);
 
 impl std::fmt::Debug for Shared {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -213,6 +241,28 @@ impl Simulated {
     }
 }
 
+impl Simulated {
+    fn place(
+        &self,
+        (spec, layout): (WindowSpec, Layout),
+        own: Arc<dyn Region>,
+    ) -> Result<(Window, Vec<Area>)> {
+        let area = |(from, source): &(usize, Source)| Area {
+            from: *from,
+            address: source.address(),
+            key: 0,
+        };
+        #[cfg(feature = "cuda")]
+        if let Some(gpu) = &self.gpu {
+            let known = |memory: &[(usize, Source)]| Ok(memory.iter().map(area).collect());
+            let placed = super::gpu::place(gpu, (&own, layout.words()), spec.bytes, known)?;
+            return Ok((Window { gpu: Some(placed.0) }, placed.1));
+        }
+        let _ = (spec, layout);
+        Ok((Window::default(), vec![area(&(0, Source::Pages { region: own, from: 0 }))]))
+    }
+}
+
 impl Transport for Simulated {
     fn name(&self) -> &'static str {
         "simulated"
@@ -220,16 +270,21 @@ impl Transport for Simulated {
 
     fn open(&self, group: &Group, spec: WindowSpec, deadline: Deadline) -> Result<Arc<dyn Link>> {
         spec.agree(group, self.name(), deadline)?;
-        let window = self.opened.fetch_add(1, Ordering::Relaxed);
+        let number = self.opened.fetch_add(1, Ordering::Relaxed);
         let (rank, options) = (group.rank(), &self.options);
         let nodes = Nodes::meet(group, options.node, deadline)?;
         let layout = Layout::new(spec, group.world(), options.nics)?;
         let regions = nodes.share(group, layout.bytes, deadline)?;
-        let base = regions[rank].as_ref().expect("a window").base().as_ptr() as u64;
+        let own = regions[rank].clone().expect("a window");
+        let (window, areas) = self.place((spec, layout), own)?;
         let device = |nic| {
-            let fabric = self.fabric(window, nic);
+            let fabric = self.fabric(number, nic);
             let mut locked = fabric.lock();
-            locked.bases.insert(rank, base);
+            #[cfg(feature = "cuda")]
+            if let [window, words] = &areas[..] {
+                locked.hidden.push(window.address..window.address + words.from as u64);
+            }
+            locked.memory.insert(rank, areas.clone());
             for &peer in nodes.bulk() {
                 for pair in 0..options.queue_pairs {
                     locked.room.insert((rank, peer, pair), options.depth);
@@ -240,27 +295,40 @@ impl Transport for Simulated {
         };
         let devices = (0..options.nics).map(device).collect();
         group.all_gather_within("open", &[], deadline)?;
-        let opened = Opened { group: group.clone(), spec, layout, regions, nodes };
+        let opened = Opened { group: group.clone(), spec, layout, regions, window, nodes };
         let link = RdmaLink::start(opened, devices, options)?;
         Ok(link)
     }
 }
 
+fn members(world: usize, shape: (usize, usize, usize), seed: u64) -> (Vec<Member>, Shared) {
+    let (ranks, fabrics) = ranks(world, shape, seed);
+    (ranks.into_iter().map(|(group, one)| -> Member { (group, Box::new(one)) }).collect(), fabrics)
+}
+
 /// Ranks in nodes of `per_node`, with small queues so that bounds are met.
-fn members(
+pub(super) fn ranks(
     world: usize,
     (nics, queue_pairs, per_node): (usize, usize, usize),
     seed: u64,
-) -> (Vec<Member>, Shared) {
+) -> (Vec<(Group, Simulated)>, Shared) {
     let fabrics = Shared::default();
     let groups = Group::local(world).unwrap().into_iter();
-    let member = |group: Group| -> Member {
+    let member = |group: Group| {
         let node = Some((group.rank() / per_node) as u64);
         let small =
             Options { depth: 8, piece: 4096, stripe: 512, in_flight: 16_384, ..Options::default() };
         let options = Options { nics, queue_pairs, node, ..small };
         let fabrics = fabrics.clone();
-        (group, Box::new(Simulated { fabrics, options, opened: AtomicUsize::new(0), seed }))
+        let simulated = Simulated {
+            fabrics,
+            options,
+            opened: AtomicUsize::new(0),
+            seed,
+            #[cfg(feature = "cuda")]
+            gpu: None,
+        };
+        (group, simulated)
     };
     (groups.map(member).collect(), fabrics)
 }

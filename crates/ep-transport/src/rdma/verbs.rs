@@ -10,19 +10,21 @@ use std::sync::{Arc, OnceLock};
 use ibverbs_sys as ffi;
 
 use super::OP;
+use super::areas::Source;
 use crate::{Result, TransportError};
 
 /// What to install where the library is missing.
 const PACKAGES: &str = "install rdma-core (Debian and Ubuntu: libibverbs1 and ibverbs-providers)";
 
 macro_rules! library {
-    ($($name:ident: fn($($arg:ty),*) $(-> $ret:ty)?;)* ? $($optional:ident: fn($($oarg:ty),*) $(-> $oret:ty)?;)*) => {
+    ($($name:ident: fn($($arg:ty),*) $(-> $ret:ty)?;)* ? $($(#[$attr:meta])* $optional:ident: fn($($oarg:ty),*) $(-> $oret:ty)?;)*) => {
         /// The functions used, by name.
         #[derive(Debug)]
         pub(super) struct Library {
             $(pub(super) $name: unsafe extern "C" fn($($arg),*) $(-> $ret)?,)*
-            $(pub(super) $optional: Option<unsafe extern "C" fn($($oarg),*) $(-> $oret)?>,)*
-            _library: libloading::Library,
+            $($(#[$attr])* pub(super) $optional: Option<unsafe extern "C" fn($($oarg),*) $(-> $oret)?>,)*
+            /// None where functions are a test's own.
+            _library: Option<libloading::Library>,
         }
 
         impl Library {
@@ -42,8 +44,23 @@ macro_rules! library {
                             .get(concat!(stringify!($optional), "\0").as_bytes())
                             .ok()
                             .map(|symbol| *symbol),)*
-                        _library: library,
+                        _library: Some(library),
                     })
+                }
+            }
+
+            /// Functions that nobody may call, for tests to replace.
+            #[cfg(test)]
+            pub(super) fn unused() -> Self {
+                Self {
+                    $($name: {
+                        unsafe extern "C" fn $name($(_: $arg),*) $(-> $ret)? {
+                            panic!("a test has no {}", stringify!($name));
+                        }
+                        $name
+                    },)*
+                    $($optional: None,)*
+                    _library: None,
                 }
             }
         }
@@ -73,7 +90,13 @@ library! {
     ibv_destroy_qp: fn(*mut ffi::ibv_qp) -> c_int;
     ibv_modify_qp: fn(*mut ffi::ibv_qp, *mut ffi::ibv_qp_attr, c_int) -> c_int;
     ibv_wc_status_str: fn(ffi::ibv_wc_status::Type) -> *const c_char;
-    ? ibv_reg_mr_iova2: fn(*mut ffi::ibv_pd, *mut c_void, usize, u64, c_uint) -> *mut ffi::ibv_mr;
+    ibv_get_async_event: fn(*mut ffi::ibv_context, *mut ffi::ibv_async_event) -> c_int;
+    ibv_ack_async_event: fn(*mut ffi::ibv_async_event);
+    ibv_event_type_str: fn(ffi::ibv_event_type) -> *const c_char;
+    ?
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "only devices have dma-bufs"))]
+    ibv_reg_dmabuf_mr: fn(*mut ffi::ibv_pd, u64, usize, u64, c_int, c_int) -> *mut ffi::ibv_mr;
+    ibv_reg_mr_iova2: fn(*mut ffi::ibv_pd, *mut c_void, usize, u64, c_uint) -> *mut ffi::ibv_mr;
 }
 
 impl Library {
@@ -250,7 +273,7 @@ pub(super) struct Registered {
     raw: NonNull<ffi::ibv_mr>,
     domain: Arc<Domain>,
     /// What is registered stays mapped.
-    _memory: Arc<dyn crate::Region>,
+    _memory: Source,
 }
 
 // SAFETY: as for `Context`, of which it is part.
@@ -260,44 +283,20 @@ unsafe impl Sync for Registered {}
 
 impl Registered {
     /// `relaxed`: writes of different messages may reach memory in any order.
-    pub(super) fn new(
-        domain: &Arc<Domain>,
-        memory: Arc<dyn crate::Region>,
-        relaxed: bool,
-    ) -> Result<Self> {
-        let library = domain.context.library;
+    ///
+    /// # Errors
+    /// [`TransportError::Unsupported`] where a dma-buf cannot be registered at all.
+    pub(super) fn new(domain: &Arc<Domain>, memory: Source, relaxed: bool) -> Result<Self> {
+        let relaxed =
+            if relaxed { ffi::ibv_access_flags::IBV_ACCESS_RELAXED_ORDERING.0 } else { 0 };
         let access = ffi::ibv_access_flags::IBV_ACCESS_LOCAL_WRITE.0
             | ffi::ibv_access_flags::IBV_ACCESS_REMOTE_WRITE.0;
-        let (base, bytes) = (memory.base().as_ptr(), memory.bytes());
-        // SAFETY: the region is mapped as long as `memory` is held, which is until after it is
-        // deregistered. Who writes what in it is the link's business.
-        let raw = unsafe {
-            match library.ibv_reg_mr_iova2.filter(|_| relaxed) {
-                Some(register) => register(
-                    domain.raw.as_ptr(),
-                    base.cast(),
-                    bytes,
-                    base as u64,
-                    access | ffi::ibv_access_flags::IBV_ACCESS_RELAXED_ORDERING.0,
-                ),
-                None => {
-                    (library.ibv_reg_mr)(domain.raw.as_ptr(), base.cast(), bytes, access as c_int)
-                }
-            }
+        let raw = match &memory {
+            Source::Pages { .. } => pages(domain, &memory, access, relaxed),
+            #[cfg(feature = "cuda")]
+            Source::DmaBuf(buf) => dma_buf(domain, buf, access | relaxed)?,
         };
-        let Some(raw) = NonNull::new(raw) else {
-            let error = std::io::Error::last_os_error();
-            let remedy = match error.raw_os_error() {
-                Some(libc::ENOMEM | libc::EPERM | libc::EAGAIN) => {
-                    ": raise the limit on locked memory (`ulimit -l unlimited`; LimitMEMLOCK for \
-                     services; --ulimit memlock=-1 for containers)"
-                }
-                _ => "",
-            };
-            let code = error.raw_os_error().unwrap_or(libc::EIO);
-            let detail = format!("{bytes} bytes on {}{remedy}", domain.context.name);
-            return Err(failed("ibv_reg_mr", code, detail));
-        };
+        let Some(raw) = NonNull::new(raw) else { return Err(refused(domain, &memory)) };
         Ok(Self { raw, domain: domain.clone(), _memory: memory })
     }
 
@@ -312,9 +311,85 @@ impl Registered {
     }
 }
 
+/// Registers pages of this process; null and `errno` where that fails.
+fn pages(domain: &Domain, memory: &Source, access: u32, relaxed: u32) -> *mut ffi::ibv_mr {
+    let library = domain.context.library;
+    let (base, bytes) = (memory.address(), memory.bytes());
+    let at = base as *mut c_void;
+    // SAFETY: the pages are mapped as long as `memory` is held, which is until after they are
+    // deregistered. Who writes what in them is the link's business.
+    unsafe {
+        match library.ibv_reg_mr_iova2.filter(|_| relaxed != 0) {
+            Some(register) => register(domain.raw.as_ptr(), at, bytes, base, access | relaxed),
+            None => (library.ibv_reg_mr)(domain.raw.as_ptr(), at, bytes, access as c_int),
+        }
+    }
+}
+
+/// Registers a device's memory; null and `errno` where that fails.
+#[cfg(feature = "cuda")]
+fn dma_buf(domain: &Domain, buf: &super::areas::DmaBuf, access: u32) -> Result<*mut ffi::ibv_mr> {
+    use std::os::fd::AsRawFd;
+    let Some(register) = domain.context.library.ibv_reg_dmabuf_mr else {
+        let detail = format!("libibverbs has no ibv_reg_dmabuf_mr: version 34 does ({PACKAGES})");
+        return Err(TransportError::Unsupported { op: OP, detail });
+    };
+    let (fd, pd) = (buf.fd.as_raw_fd(), domain.raw.as_ptr());
+    // Peers name bytes by the device's own addresses, as they do those of hosts.
+    // SAFETY: an open dma-buf of `bytes` bytes, which the registration keeps.
+    Ok(unsafe { register(pd, 0, buf.bytes, buf.address, fd, access as c_int) })
+}
+
+/// The error of a registration that has just failed.
+fn refused(domain: &Domain, memory: &Source) -> TransportError {
+    let code = std::io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO);
+    let (bytes, name) = (memory.bytes(), &domain.context.name);
+    #[cfg(feature = "cuda")]
+    if let Source::DmaBuf(_) = memory {
+        let what = format!("{name} takes no dma-buf of {bytes} bytes");
+        // What drivers and kernels without dma-buf answer; anything else is a failure.
+        return match code {
+            libc::EOPNOTSUPP | libc::ENOSYS | libc::EINVAL | libc::EPROTONOSUPPORT => {
+                let detail = format!("{what}: {}", std::io::Error::from_raw_os_error(code));
+                TransportError::Unsupported { op: OP, detail }
+            }
+            _ => failed("ibv_reg_dmabuf_mr", code, what),
+        };
+    }
+    let remedy = match code {
+        libc::ENOMEM | libc::EPERM | libc::EAGAIN => {
+            ": raise the limit on locked memory (`ulimit -l unlimited`; LimitMEMLOCK for services; \
+             --ulimit memlock=-1 for containers)"
+        }
+        _ => "",
+    };
+    failed("ibv_reg_mr", code, format!("{bytes} bytes on {name}{remedy}"))
+}
+
 impl Drop for Registered {
     fn drop(&mut self) {
         // SAFETY: made by `new`; queue pairs that could use it are the owner's to end first.
         unsafe { (self.domain.context.library.ibv_dereg_mr)(self.raw.as_ptr()) };
+    }
+}
+
+/// Objects made of a test's own functions.
+#[cfg(test)]
+pub(super) mod mock {
+    use super::*;
+
+    unsafe extern "C" fn close(context: *mut ffi::ibv_context) -> c_int {
+        // SAFETY: made by `context`, and closed once.
+        drop(unsafe { Box::from_raw(context) });
+        0
+    }
+
+    /// A device of that name.
+    pub(in super::super) fn context(mut library: Library, name: &str) -> Arc<Context> {
+        library.ibv_close_device = close;
+        // SAFETY: numbers, pointers and optional functions, for which zero is a value.
+        let raw: ffi::ibv_context = unsafe { std::mem::zeroed() };
+        let raw = NonNull::from(Box::leak(Box::new(raw)));
+        Arc::new(Context { raw, library: Box::leak(Box::new(library)), name: name.into() })
     }
 }

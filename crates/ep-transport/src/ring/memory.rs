@@ -101,6 +101,11 @@ mod imp {
             self.capacity
         }
 
+        #[cfg(test)]
+        pub(crate) fn region_bytes(&self) -> usize {
+            self._region.bytes()
+        }
+
         pub(crate) fn head(&self) -> &AtomicU64 {
             &self.header().head.0
         }

@@ -1,0 +1,122 @@
+//! What a rank's RDMA link takes, before it is opened: for planning, also where RDMA is not built.
+
+use crate::host_link::{HostLink, board_offset};
+use crate::{Result, TransportError, WindowSpec};
+
+/// How many epochs may be under way at once. The sender opens epoch `e` only once the receiver has
+/// said that epoch `e - WINDOW` is complete, so a place is never taken twice.
+pub(crate) const WINDOW: u32 = 64;
+/// Bytes of the record that ends an epoch.
+pub(crate) const RECORD: usize = 16;
+/// A line of the processor's.
+pub(crate) const LINE: usize = 64;
+/// Bytes for one (peer, NIC): records in and out, and credit in and out.
+pub(crate) const BLOCK: usize = 2 * (WINDOW as usize * RECORD) + 2 * LINE;
+/// Sends queued per queue pair, besides one for credit.
+pub(crate) const SEND_QUEUE: usize = 64;
+/// Commands that fit a NIC's ring.
+pub(crate) const RING: usize = 1024;
+
+const PAGE: usize = 4096;
+
+/// What one rank's `RdmaTransport` link takes of memory and of its
+/// NICs: exact numbers of bytes, and of entries where their size is the NIC driver's choice.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct RdmaPlan {
+    /// Bytes of the window, in whole pages.
+    pub window: usize,
+    /// Bytes of the flags of all ranks.
+    pub flags: usize,
+    /// Bytes behind them in which NICs write: what signals carry and what peers have room for, for
+    /// each rank and NIC.
+    pub mailboxes: usize,
+    /// Bytes that each NIC registers, the sum of those.
+    pub registered: usize,
+    /// Bytes of the command rings, which no NIC sees.
+    pub rings: usize,
+    /// Queue pairs on all NICs.
+    pub queue_pairs: usize,
+    /// Entries of their send queues.
+    pub sends: usize,
+    /// Entries of their receive queues, which have no memory of their own: only immediates come.
+    pub receives: usize,
+    /// Entries of the NICs' completion queues.
+    pub completions: usize,
+}
+
+impl RdmaPlan {
+    /// For windows of `spec` on `world` ranks, of which a rank reaches `bulk` by writes (those of
+    /// other nodes), with so many NICs per rank, queue pairs per peer and NIC, and writes under way
+    /// per peer and NIC (`RdmaTransport`'s `nics`, `queue_pairs` and `depth`, by default 1, 1 and 128).
+    ///
+    /// # Errors
+    /// An argument error if that is beyond the address space or there are fewer ranks than peers.
+    pub fn new(
+        spec: WindowSpec,
+        world: usize,
+        bulk: usize,
+        (nics, queue_pairs, depth): (usize, usize, usize),
+    ) -> Result<Self> {
+        let beyond = || TransportError::Argument {
+            op: "open",
+            detail: format!("{spec:?} for {world} ranks, {bulk} on other nodes, is beyond reach"),
+        };
+        if bulk >= world.max(1) {
+            return Err(beyond());
+        }
+        let window = board_offset(spec).ok_or_else(beyond)?;
+        let before = HostLink::region_bytes(spec, world)?;
+        let registered = world
+            .checked_mul(nics)
+            .and_then(|n| n.checked_mul(BLOCK)?.checked_add(before))
+            .and_then(|bytes| bytes.checked_next_multiple_of(PAGE))
+            .filter(|bytes| isize::try_from(*bytes).is_ok())
+            .ok_or_else(beyond)?;
+        // A rank whose peers are all mapped opens no NIC.
+        let used = if bulk == 0 { 0 } else { nics };
+        let pairs = [bulk, queue_pairs, used].into_iter().try_fold(1, usize::checked_mul);
+        let pairs = pairs.ok_or_else(beyond)?;
+        let all = |entries: usize| pairs.checked_mul(entries).ok_or_else(beyond);
+        let (sends, receives) = (all(SEND_QUEUE + 1)?, all(depth)?);
+        Ok(Self {
+            window,
+            flags: before - window,
+            mailboxes: registered - before,
+            registered,
+            rings: used * ring_bytes(RING),
+            queue_pairs: pairs,
+            sends,
+            receives,
+            completions: sends + receives,
+        })
+    }
+}
+
+/// Bytes of a ring in pages of its own.
+fn ring_bytes(capacity: usize) -> usize {
+    crate::ring::Ring::bytes(capacity).map_or(0, |bytes| bytes.next_multiple_of(PAGE))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// By hand: what grows with the ranks, and what does not.
+    #[test]
+    fn a_plan_for_many_ranks() {
+        let spec = WindowSpec { bytes: 1 << 30, flags: 6 };
+        let plan = |world: usize, bulk| RdmaPlan::new(spec, world, bulk, (1, 1, 128)).unwrap();
+        let large = plan(1024, 1016);
+        assert_eq!((large.queue_pairs, large.sends, large.receives), (1016, 66_040, 130_048));
+        assert_eq!(large.completions, 196_088);
+        assert_eq!(large.mailboxes, 1024 * 2176);
+        assert_eq!(large.rings, 69_632);
+        assert_eq!(large.registered, large.window + large.flags + large.mailboxes);
+        let alone = plan(8, 0);
+        assert_eq!((alone.queue_pairs, alone.completions, alone.rings), (0, 0, 0));
+        assert!(RdmaPlan::new(spec, 8, 8, (1, 1, 128)).is_err());
+        let endless = WindowSpec { bytes: usize::MAX, flags: 1 };
+        assert!(RdmaPlan::new(endless, 8, 7, (1, 1, 128)).is_err());
+    }
+}

@@ -1,0 +1,122 @@
+//! What a proxy makes of failures: whose they are, and who hears of them.
+
+use super::super::device::{Device, Id, Kind};
+use super::super::events::Event;
+use super::{OP, Proxy, Remote};
+use crate::{Deadline, Result, TransportError};
+
+/// Rounds between looks at what befalls the NIC, each of which takes a system call.
+const ROUNDS: u32 = 1024;
+/// The status of what was flushed because something before it failed.
+const FLUSHED: i32 = 5;
+/// How long a failed write waits for the news that its peer has left in good order.
+const NEWS: std::time::Duration = std::time::Duration::from_millis(300);
+
+impl<D: Device> Proxy<D> {
+    pub(super) fn error(&self, id: Id, status: i32, detail: &str) -> TransportError {
+        let pair = self.device.number(id.peer, id.pair);
+        TransportError::Completion {
+            op: OP,
+            peer: id.peer,
+            queue_pair: pair,
+            status,
+            detail: detail.to_owned(),
+        }
+    }
+
+    /// A queue pair is broken. That is a failure if there was something to be done on it, unless
+    /// the peer has left: then it wanted nothing more, and its last answers went with it.
+    pub(super) fn failed(&mut self, id: Id, status: i32, detail: &str) {
+        let Some(remote) = self.remotes[id.peer].as_mut() else { return };
+        remote.broken = true;
+        if remote.gone {
+            return;
+        }
+        let error = self.error(id, status, detail);
+        match self.doubtful.iter_mut().find(|(peer, ..)| *peer == id.peer) {
+            None => self.doubtful.push((id.peer, error, Deadline::after(NEWS))),
+            // What was merely flushed says nothing of the cause.
+            Some((_, known, _)) if known.code() == Some(FLUSHED) => *known = error,
+            Some(_) => {}
+        }
+    }
+
+    /// Looks now and then at what befalls the NIC. A port that is soon back is no failure: packets
+    /// are sent again meanwhile.
+    pub(super) fn watch(&mut self) -> Result<()> {
+        self.rounds = self.rounds.checked_sub(1).unwrap_or(ROUNDS);
+        if self.rounds == 0 {
+            let mut events = Vec::new();
+            self.device.events(&mut events)?;
+            for event in events {
+                match event {
+                    Event::Pair { id, status, detail } => self.failed(id, status, &detail),
+                    Event::PortDown { port } => {
+                        self.down.get_or_insert((port, Deadline::after(self.setup.grace)));
+                    }
+                    Event::PortUp => self.down = None,
+                    Event::Dead(error) => return Err(error),
+                }
+            }
+        }
+        let open = |(peer, ..): &(usize, _, _)| !self.shared.closed(*peer, self.setup.nic);
+        match &self.down {
+            // Connections that broke meanwhile broke for that, unless their peers have left.
+            Some((port, until)) if until.expired() || self.doubtful.iter().any(open) => {
+                let detail = format!("{port} is down");
+                let (call, code) = ("ibv_get_async_event", libc::ENETDOWN);
+                Err(TransportError::Device { op: OP, call, code, detail })
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Decides about failures whose peers may have left, and about peers that are gone while there
+    /// is something to send to them.
+    pub(super) fn judge(&mut self) {
+        let nic = self.setup.nic;
+        for peer in 0..self.remotes.len() {
+            let waits = |remote: &Remote| remote.sender.waiting() && !remote.broken;
+            if !self.remotes[peer].as_ref().is_some_and(waits) {
+                continue;
+            }
+            if self.shared.closed(peer, nic) {
+                self.forget(peer);
+            } else if self.shared.is_lost(peer) {
+                let id = Id { kind: Kind::Write, peer, pair: 0 };
+                self.lose(peer, self.error(id, libc::ECONNRESET, "the peer has died"));
+            }
+        }
+        for (peer, error, until) in std::mem::take(&mut self.doubtful) {
+            if self.shared.closed(peer, nic) {
+                self.forget(peer);
+            } else if until.expired() || self.shared.is_lost(peer) {
+                self.lose(peer, error);
+            } else {
+                self.doubtful.push((peer, error, until));
+            }
+        }
+    }
+
+    /// The peer cannot be reached any more: an error for everyone.
+    pub(super) fn lose(&mut self, peer: usize, error: TransportError) {
+        self.shared.fail(peer, &error);
+        self.forget(peer);
+    }
+
+    /// Nothing more is done for `peer`, and what was under way is done with.
+    fn forget(&mut self, peer: usize) {
+        let Some(remote) = self.remotes[peer].as_mut() else { return };
+        remote.gone = true;
+        let (tickets, in_flight) = (&mut self.tickets, &mut self.in_flight);
+        let mut dropped = Vec::new();
+        remote.sender.clear(
+            |done| {
+                tickets.done(done.ticket);
+                *in_flight -= done.bytes;
+            },
+            |ticket| dropped.push(ticket),
+        );
+        dropped.into_iter().for_each(|ticket| self.tickets.close(ticket));
+    }
+}

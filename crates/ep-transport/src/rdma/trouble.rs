@@ -1,0 +1,175 @@
+//! What befalls NICs, and windows whose bytes have to be flushed, on the simulated fabric.
+
+use std::time::{Duration, Instant};
+
+use super::device::{Id, Kind};
+use super::events::Event;
+use super::simulated::{Fabric, ranks};
+use crate::{Deadline, Group, Put, Queue, Transport, TransportError, WindowSpec};
+
+const SPEC: WindowSpec = WindowSpec { bytes: 1 << 16, flags: 1 };
+const LIMIT: Duration = Duration::from_secs(20);
+const QUEUE: Queue = Queue::host();
+
+fn after() -> Deadline {
+    Deadline::after(LIMIT)
+}
+
+/// Three ranks wait for each other while `happen` befalls some; what each gets, and after how long.
+fn waits(happen: impl Fn(&mut Fabric) + Sync) -> Vec<(Result<(), TransportError>, Duration)> {
+    let (ranks, fabrics) = ranks(3, (1, 1, 1), 8);
+    let run = |(group, transport): (Group, super::simulated::Simulated)| {
+        let rank = group.rank();
+        let link = transport.open(&group, SPEC, after()).unwrap();
+        group.barrier().unwrap();
+        let start = Instant::now();
+        if rank == 0 {
+            happen(&mut fabrics.0.lock()[&(0, 0)].lock());
+        }
+        let waited = link.wait(&QUEUE, "data", &[(rank + 1) % 3], 0, after());
+        (waited, start.elapsed())
+    };
+    std::thread::scope(|scope| {
+        let ranks: Vec<_> = ranks.into_iter().map(|one| scope.spawn(|| run(one))).collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    })
+}
+
+/// What happens to rank 2 is an error on every rank, which says so.
+fn is_everyones_error(event: Event, texts: &[&str], blamed: usize) {
+    for (rank, (waited, took)) in waits(|fabric| {
+        fabric.events.entry(2).or_default().push(event.clone());
+    })
+    .into_iter()
+    .enumerate()
+    {
+        let error = waited.unwrap_err();
+        let said = error.to_string();
+        assert!(texts.iter().all(|text| said.contains(text)), "rank {rank}: {said}");
+        assert_eq!(error.peer(), Some(blamed), "rank {rank}: {said}");
+        assert!(took < LIMIT / 4, "rank {rank}: {took:?}");
+    }
+}
+
+#[test]
+fn a_port_that_stays_down_is_everyones_error() {
+    let event = Event::PortDown { port: "port 1 of nic2".into() };
+    is_everyones_error(event, &["port 1 of nic2 is down"], 2);
+}
+
+#[test]
+fn a_device_that_fails_is_everyones_error() {
+    let (call, code, detail) = ("ibv_get_async_event", libc::EIO, "nic2: removed".to_owned());
+    let dead = TransportError::Device { op: "rdma", call, code, detail };
+    is_everyones_error(Event::Dead(dead), &["nic2: removed"], 2);
+}
+
+#[test]
+fn a_queue_pair_that_fails_is_everyones_error() {
+    let id = Id { kind: Kind::Write, peer: 1, pair: 0 };
+    let detail = "local catastrophic error (port 1 of nic2)".to_owned();
+    let texts = ["queue pair 100 to rank 1", "port 1 of nic2"];
+    // A status that blames the rank's own side, and one that blames the peer.
+    is_everyones_error(Event::Pair { id, status: 2, detail: detail.clone() }, &texts, 2);
+    is_everyones_error(Event::Pair { id, status: 10, detail }, &texts, 1);
+}
+
+/// A port that is back before packets are given up is no failure.
+#[test]
+fn a_port_that_comes_back_is_no_failure() {
+    let (ranks, fabrics) = ranks(2, (1, 1, 1), 9);
+    std::thread::scope(|scope| {
+        for (group, transport) in ranks {
+            let fabrics = fabrics.clone();
+            scope.spawn(move || {
+                let (rank, peer) = (group.rank(), 1 - group.rank());
+                let link = transport.open(&group, SPEC, after()).unwrap();
+                let happens = |event| {
+                    let fabric = fabrics.0.lock()[&(0, 0)].clone();
+                    fabric.lock().events.entry(rank).or_default().push(event);
+                };
+                happens(Event::PortDown { port: "port 1".into() });
+                std::thread::sleep(Duration::from_millis(120));
+                happens(Event::PortUp);
+                std::thread::sleep(Duration::from_millis(600));
+                link.put(&QUEUE, Put { peer, from: 0, to: 0, bytes: 4096 }).unwrap();
+                link.signal(&QUEUE, peer, 0).unwrap();
+                link.wait(&QUEUE, "data", &[peer], 0, after()).unwrap();
+                group.barrier().unwrap();
+            });
+        }
+    });
+}
+
+/// Rank 0 puts to rank 1, whose window is on a GPU with these attributes, over a fabric whose writes
+/// to that are not seen before they are flushed; whether rank 1 sees them.
+#[cfg(feature = "cuda")]
+fn is_seen((ordering, options): (i32, i32)) -> bool {
+    let (_turn, gpu) = super::gpu::tests::gpu_with((ordering, options, 1), |_| {});
+    let (ranks, _) = ranks(2, (2, 2, 1), 10);
+    let run = |(group, mut transport): (Group, super::simulated::Simulated)| {
+        transport.gpu = Some(gpu.clone());
+        let link = transport.open(&group, SPEC, after()).unwrap();
+        assert_eq!(link.memory(), crate::Memory::Cuda { ordinal: 3 });
+        assert!(matches!(link.reach(1 - group.rank()), crate::Reach::Bulk));
+        let window = link.window();
+        // SAFETY: the mock GPU's memory is this process's; nobody else accesses this rank's window.
+        let bytes = unsafe { std::slice::from_raw_parts_mut(window.base.as_ptr(), SPEC.bytes) };
+        let (count, half) = (20_000, SPEC.bytes / 2);
+        if group.rank() == 0 {
+            bytes.iter_mut().enumerate().for_each(|(i, byte)| *byte = i as u8 | 1);
+            let put = Put { peer: 1, from: 0, to: half, bytes: count };
+            link.put(&QUEUE, put).unwrap();
+            link.signal(&QUEUE, 1, 0).unwrap();
+            link.flush(&QUEUE, after()).unwrap();
+            group.barrier().unwrap();
+            return true;
+        }
+        link.wait(&QUEUE, "data", &[0], 0, after()).unwrap();
+        let right = |(i, &byte): (usize, &u8)| byte == i as u8 | 1;
+        let seen = bytes[half..half + count].iter().enumerate().filter(|&one| right(one)).count();
+        group.barrier().unwrap();
+        assert!(seen == 0 || seen == count, "{seen} bytes of {count}");
+        seen == count
+    };
+    std::thread::scope(|scope| {
+        let ranks: Vec<_> = ranks.into_iter().map(|one| scope.spawn(|| run(one))).collect();
+        let seen: Vec<bool> = ranks.into_iter().map(|rank| rank.join().unwrap()).collect();
+        seen.into_iter().all(|one| one)
+    })
+}
+
+#[cfg(feature = "cuda")]
+#[test]
+fn what_arrives_on_a_gpu_is_flushed_before_a_wait_ends() {
+    assert!(is_seen((0, 1)), "flushed by a call");
+    // Such a GPU's window is in the host's memory, where nothing is hidden.
+    assert!(is_seen((0, 0)), "no way to flush");
+    // A GPU that says it orders what this fabric does not: so the test would see a missing flush.
+    assert!(!is_seen((100, 1)), "nobody flushes what is said to be ordered");
+}
+
+/// Streams are no queues of this link, and it says so before anything happens.
+#[cfg(feature = "cuda")]
+#[test]
+fn streams_are_refused() {
+    let (ranks, _) = ranks(2, (1, 1, 1), 11);
+    let run = |(group, transport): (Group, super::simulated::Simulated)| {
+        let link = transport.open(&group, SPEC, after()).unwrap();
+        // SAFETY: never used as a stream, as it is refused.
+        let stream = unsafe { Queue::from_raw(std::ptr::null_mut(), 0) };
+        let peer = 1 - group.rank();
+        let put = Put { peer, from: 0, to: 0, bytes: 8 };
+        for refused in [
+            link.put(&stream, put),
+            link.signal(&stream, peer, 0),
+            link.wait(&stream, "wait", &[peer], 0, after()),
+            link.flush(&stream, after()),
+        ] {
+            let error = refused.unwrap_err();
+            assert!(error.group_usable() && error.to_string().contains("host queue"), "{error}");
+        }
+        group.barrier().unwrap();
+    };
+    std::thread::scope(|scope| ranks.into_iter().for_each(|one| drop(scope.spawn(|| run(one)))));
+}
