@@ -3,6 +3,7 @@
 use std::sync::OnceLock;
 
 use super::code::{Code, Result};
+use super::memory::DEVICES;
 
 /// What variables say, read by `cuInit`.
 #[derive(Debug)]
@@ -46,7 +47,7 @@ impl Config {
             eprintln!("gpu-emulator: EP_EMULATOR_NO knows {FEATURES:?}, not {unknown:?}");
         }
         Self {
-            devices: number("EP_EMULATOR_DEVICES", 2) as usize,
+            devices: number("EP_EMULATOR_DEVICES", 2).min(DEVICES as u64) as usize,
             bytes: number("EP_EMULATOR_BYTES", 4 << 30) as usize,
             seed: number("EP_EMULATOR_SEED", 0),
             delay_us: number("EP_EMULATOR_DELAY_US", 30),

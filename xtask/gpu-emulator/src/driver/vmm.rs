@@ -10,6 +10,7 @@ use rustix::fs::{MemfdFlags, fstat, ftruncate, memfd_create, readlink};
 use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap, mprotect};
 
 use super::code::{Code, Result};
+use super::config::config;
 use super::memory::{self, Place, Range};
 use super::table::{Handle, Table, new_handle};
 
@@ -210,9 +211,16 @@ pub fn set_access(at: usize, bytes: usize, wanted: &[Access], devices: usize) ->
     }
     for range in mapped {
         let mut access = range.access;
+        let owner = match range.place {
+            Place::Mapped(device) => device,
+            _ => return Err(Code::INVALID_VALUE),
+        };
         for Access { location, flags } in wanted {
             let device = usize::try_from(location.id).ok().filter(|id| *id < devices);
             match (device, location.kind, flags) {
+                (Some(device), ON_DEVICE, 3) if device != owner && !config()?.has("peer") => {
+                    return Err(Code::PEER_ACCESS_UNSUPPORTED);
+                }
                 (Some(device), ON_DEVICE, 3) => access |= 1 << device,
                 (Some(device), ON_DEVICE, 0) => access &= !(1 << device),
                 (Some(_), ON_DEVICE, _) => return Err(Code::NOT_SUPPORTED),

@@ -16,8 +16,13 @@ const BATCH: u32 = 256;
 /// `CU_STREAM_NON_BLOCKING`.
 const NON_BLOCKING: u32 = 1;
 
+/// Whoever asks in a loop leaves the processor to those that it waits for.
 fn ready(ready: bool) -> Result<()> {
-    if ready { Ok(()) } else { Err(Code::NOT_READY) }
+    if ready {
+        return Ok(());
+    }
+    std::thread::yield_now();
+    Err(Code::NOT_READY)
 }
 
 /// Whether such words exist here, and where they are.
