@@ -104,7 +104,7 @@ pub struct Args {
     /// Seed of everything random
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub seed: u64,
-    /// Seconds for timing one case [default: 8]; of copy, launch, overlap and unroll: no further
+    /// Seconds for timing one case on hosts [default: 8]; of copy, launch, overlap and unroll: no further
     /// part is begun after so long [default: 170]
     #[arg(long, value_name = "S", value_parser = seconds)]
     pub budget: Option<f64>,
@@ -257,6 +257,12 @@ impl Args {
                 vec![(Operation::Combine, dtype)]
             }
         })
+    }
+
+    /// A dispatch of the most tokens asked for, whatever the memory of this machine.
+    pub(crate) fn largest_case(&self) -> Result<Case> {
+        let tokens = self.tokens.unwrap_or(self.base().tokens);
+        self.case(Operation::Dispatch, self.dtype.unwrap_or(Dtype::Bf16), tokens)
     }
 
     fn token_counts(&self) -> Result<Vec<usize>> {

@@ -4,7 +4,7 @@
 use ep_runtime::wire::{self, Routes, Wire};
 use ep_runtime::{EpBuilder, Hierarchy, Ids, MoeShape, Placement, Plan, ThreadTransport};
 
-use crate::case::{Case, Layout};
+use crate::case::{Case, Layout, Shape};
 use crate::host::kind;
 use crate::routing::Router;
 use crate::{BenchError, Result};
@@ -35,7 +35,6 @@ impl Crossing {
             let text = format!("--nodes {nodes} does not divide {} ranks", shape.ranks);
             return Err(BenchError::Usage(text));
         }
-        let failed = |e: &dyn std::fmt::Display| BenchError::Usage(e.to_string());
         let (router, per_node) = (Router::new(case)?, shape.ranks / nodes);
         let placement =
             Placement::contiguous(shape.experts, shape.ranks).map_err(|e| failed(&e))?;
@@ -45,17 +44,17 @@ impl Crossing {
         };
         let routes = (0..shape.ranks).map(routes).collect::<Result<Vec<_>>>()?;
         let node_of: Vec<usize> = (0..shape.ranks).map(|rank| rank / per_node).collect();
-        let row = wire::row_bytes(kind(case.dtype), shape.hidden, shape.topk);
-        let row = row.map_err(|e| failed(&e))? as u64;
+        let row = row_bytes(case)?;
         let sent = |all: Vec<Wire>| all.into_iter().map(|wire| wire.sent).collect();
         let flat = wire::flat(&routes, &node_of, row).map_err(|e| failed(&e))?;
         let once = wire::hierarchical(&routes, &node_of, row).map_err(|e| failed(&e))?;
-        let window = |hierarchy| plan(case, per_node, hierarchy).map(|plan| plan.window_bytes);
+        let plan = |hierarchy| layer_plan(case, per_node, hierarchy, None);
+        let window = |hierarchy| plan(hierarchy).map(|plan| plan.window_bytes);
         Ok(Self {
             nodes,
             flat: sent(flat),
             once: sent(once),
-            expected: expected(case, nodes, row),
+            expected: wire_expected(case, nodes)?,
             windows: (window(Hierarchy::Flat)?, window(Hierarchy::Node)?),
         })
     }
@@ -67,39 +66,68 @@ impl Crossing {
     }
 }
 
-/// The sizes of a layer for `case` in nodes of `per_node` ranks.
-fn plan(case: &Case, per_node: usize, hierarchy: Hierarchy) -> Result<Plan> {
+pub(crate) fn failed(e: &dyn std::fmt::Display) -> BenchError {
+    BenchError::Usage(e.to_string())
+}
+
+/// Bytes of a row between nodes, with all that goes with it.
+fn row_bytes(case: &Case) -> Result<u64> {
+    let row = wire::row_bytes(kind(case.dtype), case.shape.hidden, case.shape.topk);
+    Ok(row.map_err(|e| failed(&e))? as u64)
+}
+
+/// The sizes of a layer for `case` in nodes of `per_node` ranks, with room for so many received rows or
+/// for all that can come.
+pub(crate) fn layer_plan(
+    case: &Case,
+    per_node: usize,
+    hierarchy: Hierarchy,
+    rows: Option<usize>,
+) -> Result<Plan> {
     let shape = case.shape;
     let mut moe = MoeShape::new(shape.hidden, shape.topk, shape.experts)
         .max_tokens(shape.tokens)
         .payload(kind(case.dtype));
+    if let Some(rows) = rows {
+        moe = moe.max_rows(rows);
+    }
     if case.layout == Layout::ExpertMajor {
         moe = moe.expert_major(case.alignment);
     }
     let sizes = vec![per_node; shape.ranks / per_node];
     let transport = ThreadTransport::new().nodes(&sizes);
     let builder = EpBuilder::new(moe).transport(transport).hierarchy(hierarchy);
-    builder.plan(shape.ranks).map_err(|e| BenchError::Usage(e.to_string()))
+    builder.plan(shape.ranks).map_err(|e| failed(&e))
 }
 
-/// Bytes per rank that uniform routing lets expect: of K different experts of E, none is among n given
-/// ones with probability C(E−n, K) / C(E, K).
-fn expected(case: &Case, nodes: usize, row: u64) -> (f64, f64) {
-    let shape = case.shape;
-    let missed = |given: usize| -> f64 {
-        let factor = |i: usize| {
-            let free = shape.experts.saturating_sub(given + i) as f64;
-            free / (shape.experts - i) as f64
-        };
-        (0..shape.topk.min(shape.experts)).map(factor).product()
+/// The probability that none of K different experts of E, uniformly chosen, is among so many given ones:
+/// C(E−n, K) / C(E, K).
+fn missed(shape: &Shape, given: usize) -> f64 {
+    let factor = |i: usize| {
+        let free = shape.experts.saturating_sub(given + i) as f64;
+        free / (shape.experts - i) as f64
     };
+    (0..shape.topk.min(shape.experts)).map(factor).product()
+}
+
+/// Rows that uniform routing lets a rank expect, of all ranks' tokens.
+pub(crate) fn expected_rows(case: &Case) -> f64 {
+    let shape = case.shape;
+    let per_rank = shape.experts / shape.ranks;
+    (shape.ranks * shape.tokens) as f64 * (1.0 - missed(&shape, per_rank))
+}
+
+/// Bytes that uniform routing lets a rank expect to send to other nodes: flat, and with each token
+/// crossing once.
+pub(crate) fn wire_expected(case: &Case, nodes: usize) -> Result<(f64, f64)> {
+    let (shape, row) = (case.shape, row_bytes(case)?);
     let (away, per_node) = (shape.ranks - shape.ranks / nodes, shape.ranks / nodes);
     // Experts per rank, where they divide; else about so many.
     let per_rank = shape.experts / shape.ranks;
     let tokens = shape.tokens as f64 * row as f64;
-    let flat = tokens * away as f64 * (1.0 - missed(per_rank));
-    let once = tokens * (nodes - 1) as f64 * (1.0 - missed(per_rank * per_node));
-    (flat, once)
+    let flat = tokens * away as f64 * (1.0 - missed(&shape, per_rank));
+    let once = tokens * (nodes - 1) as f64 * (1.0 - missed(&shape, per_rank * per_node));
+    Ok((flat, once))
 }
 
 #[cfg(test)]

@@ -32,6 +32,7 @@ pub mod report;
 mod rng;
 pub mod routing;
 pub mod run;
+pub mod scale;
 pub mod stats;
 pub mod threads;
 pub mod tools;

@@ -5,7 +5,8 @@ use std::time::Duration;
 
 use indicatif::{ProgressBar, ProgressStyle};
 
-use crate::cli::{Args, Plan};
+use crate::case::Case;
+use crate::cli::{Args, Bench, Plan};
 use crate::crossing::Crossing;
 use crate::format::{bytes, wrap};
 use crate::host::HostSeat;
@@ -13,6 +14,7 @@ use crate::machine::{Machine, commit, free_memory};
 use crate::measure::{Options, Outcome};
 use crate::plan::Traffic;
 use crate::report::{Report, WIDTH, footnote, legend, next_steps, write};
+use crate::scale::{NODES, Scale};
 use crate::trace::CaseTrace;
 use crate::workload::total_bytes;
 use crate::{Result, html, layout_cost, processes, threads, trace};
@@ -36,6 +38,9 @@ pub fn run(args: &Args) -> Result<Report> {
     }
     if args.dry_run {
         print!("{}", describe(&plan, args.nodes)?);
+        if args.bench == Some(Bench::Sweep) {
+            print!("{}", growing(&args.largest_case()?)?);
+        }
         return Ok(report);
     }
     let machine = &report.machine;
@@ -160,6 +165,26 @@ pub fn describe(plan: &Plan, nodes: Option<usize>) -> Result<String> {
     }
     if plan.layout_cost {
         line(format!("layout cost at {:?} ranks, simulated", layout_cost::RANKS));
+    }
+    Ok(out)
+}
+
+/// What a case sends and takes on more and more ranks.
+fn growing(case: &Case) -> Result<String> {
+    let shape = case.shape;
+    let mut out = format!(
+        "{} on more ranks, {} tokens of {} each, top-{}, {}\n",
+        case.title(),
+        shape.tokens,
+        shape.hidden,
+        shape.topk,
+        case.routing
+    );
+    for nodes in NODES {
+        for line in Scale::of(case, nodes)?.lines() {
+            out.push_str(&line);
+            out.push('\n');
+        }
     }
     Ok(out)
 }

@@ -223,3 +223,35 @@ fn a_dry_run_tells_rows_and_bytes() {
     assert!(said.contains("wire bytes, busiest     12.8 kB"), "{said}");
     assert!(said.lines().all(|l| l.chars().count() <= 80));
 }
+
+/// What is missing is named, and nothing hangs or panics; where there are GPUs, it runs.
+#[test]
+fn transports_without_their_hardware_say_what_is_missing() {
+    let small = "--ranks 2 --tokens 20 --hidden 256 --experts 12 --topk 3";
+    for (transport, missing) in [
+        ("nvlink", &["libcuda", "GPU"][..]),
+        ("copy", &["libcuda", "GPU"]),
+        ("nccl", &["libcuda", "libnccl", "GPU"]),
+        ("rdma", &["feature `rdma`", "RDMA", "libibverbs"]),
+    ] {
+        let out = run(&format!("dispatch --transport {transport} {small}"));
+        if out.status.success() {
+            continue;
+        }
+        let errors = text(&out.stderr);
+        assert!(matches!(out.status.code(), Some(1 | 2)), "{transport}: {errors}");
+        assert!(errors.starts_with("error: ") && !errors.contains("panicked"), "{errors}");
+        assert!(missing.iter().any(|what| errors.contains(what)), "{transport}: {errors}");
+    }
+}
+
+#[test]
+fn a_sweep_that_is_only_planned_says_what_large_groups_take() {
+    let out = run("sweep --dry-run --workload decode --tokens 64");
+    let said = text(&out.stdout);
+    assert!(out.status.success(), "{}", text(&out.stderr));
+    for ranks in ["16 ranks in 2 nodes", "64 ranks in 8 nodes", "1024 ranks in 128 nodes"] {
+        assert!(said.contains(ranks), "{said}");
+    }
+    assert!(said.contains("once per node") && said.lines().all(|l| l.chars().count() <= 80));
+}

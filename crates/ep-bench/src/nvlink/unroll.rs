@@ -1,5 +1,5 @@
 //! `unroll`: ways through an SM, alone and beside compute: what unrolling is worth, and what tuning
-//! beside compute is. And how the plan in force compares with the best beside a holder.
+//! beside compute is. And how the plan in force compares with the best beside the GEMM.
 
 use std::path::Path;
 
@@ -210,7 +210,7 @@ fn layer(
         .collect();
     let bests = OPERATIONS.map(|operation| (operation, best(&timed, operation)));
     let taken = ranks[0].0.taken;
-    let mut rows: Vec<Row> = compare(job, &setup, &timed, &bests)?
+    let mut rows: Vec<Row> = compare(job, (&setup, matrices), &timed, &bests)?
         .iter()
         .map(|choice| choice.row(job, &format!("partition {sms}"), sms))
         .collect();
@@ -249,19 +249,19 @@ fn merge<'s>(samples: impl Iterator<Item = &'s Sample>) -> Times {
 }
 
 /// Compares what the best points of each operation give with the host backend, and the plans in force
-/// with the best beside a holder.
+/// with the best beside the GEMM, for which layers are tuned.
 fn compare(
     job: &Job,
-    setup: &Setup,
+    (setup, matrices): (&Setup, &[Matrices]),
     timed: &[(Point, Times)],
     bests: &[(Operation, Best)],
 ) -> Result<Vec<Choice>> {
     let plans = job.plans();
-    let holder = |(operation, best): &(Operation, Best)| {
+    let pair = |(operation, best): &(Operation, Best)| {
         let chosen = in_force(&plans, *operation)?;
-        Some((*operation, chosen, timed[best.beside[0]?].0.plan))
+        Some((*operation, chosen, timed[best.beside[1]?].0.plan))
     };
-    let pairs: Vec<_> = bests.iter().filter_map(holder).collect();
+    let pairs: Vec<_> = bests.iter().filter_map(pair).collect();
     let all = on_ranks_with(job, setup, &|rank| {
         rank.verify(Call::default())?;
         for (_, best) in bests {
@@ -271,8 +271,10 @@ fn compare(
                 rank.measure(point.operation, Call::default(), (0, 1), true)?;
             }
         }
+        let products = Products::load(&rank.device, &matrices[rank.rank])?;
         let mut seat = Seat::new(rank)?;
-        let load = Some(Beside::Holder);
+        seat.add(Beside::Gemm, &products)?;
+        let load = Some(Beside::Gemm);
         let duel = |&(operation, chosen, best): &(_, PlanInForce, _)| {
             choose::duel(&mut seat, (operation, load), [chosen.plan, best])
         };
@@ -281,7 +283,7 @@ fn compare(
     let choice = |(i, &(operation, chosen, best)): (usize, &(Operation, PlanInForce, MovePlan))| {
         let points = timed.iter().filter(|(point, _)| point.operation == operation).count();
         let times = all.iter().map(|rank| rank[i].clone()).collect();
-        Choice { operation, chosen, best, points, beside: Beside::Holder.name(), times }
+        Choice { operation, chosen, best, points, beside: Beside::Gemm.name(), times }
     };
     Ok(pairs.iter().enumerate().map(choice).collect())
 }

@@ -3,6 +3,8 @@
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
+use cudarc::driver::sys::CUstream;
+
 use super::error::{CudaError, invalid};
 use super::launch::{LaunchAttributes, LaunchConfig};
 use super::memory::{Lease, Plain};
@@ -167,7 +169,8 @@ impl HoldSpec {
 /// SMs being held. Dropping it waits until they are free, at most as long as they can be held.
 #[derive(Debug)]
 pub struct Holder<'s> {
-    stream: &'s Stream,
+    // Absent where it is not this crate's.
+    stream: Option<&'s Stream>,
     records: Option<Lease<HoldRecord>>,
     // Its code must stay loaded while it runs.
     kernel: Option<Kernel>,
@@ -196,6 +199,26 @@ impl SmTools {
     /// More blocks than SMs (the rest would start only when others end), a hold or settle time of
     /// more than ten seconds, or the driver's.
     pub fn hold<'s>(&self, stream: &'s Stream, spec: &HoldSpec) -> Result<Holder<'s>, CudaError> {
+        // SAFETY: the stream outlives the holder, which keeps a reference to it.
+        let mut holder = unsafe { self.hold_raw(stream.raw(), spec) }?;
+        holder.stream = Some(stream);
+        Ok(holder)
+    }
+
+    /// As [`SmTools::hold`], on any stream. That a block never ran is then noticed only by the limit of
+    /// a wait. Launched again and again, it takes memory only where more are alive at once than before.
+    ///
+    /// # Safety
+    /// `stream` is a live stream of the device that these are loaded on, and is not destroyed before the
+    /// holder.
+    ///
+    /// # Errors
+    /// As [`SmTools::hold`].
+    pub unsafe fn hold_raw<'s>(
+        &self,
+        stream: CUstream,
+        spec: &HoldSpec,
+    ) -> Result<Holder<'s>, CudaError> {
         const OP: &str = "hold";
         let properties = self.device.properties();
         if spec.blocks == 0 || spec.blocks > properties.sms {
@@ -224,11 +247,11 @@ impl SmTools {
             reserved: 0,
             chosen: spec.sms,
         };
-        // SAFETY: `records` holds `record_count` records and is freed only after every block has
-        // ended (or never); the kernel writes nothing else.
-        unsafe { self.holder.launch(stream.raw(), &config, &params) }?;
+        // SAFETY: the stream by this function's contract; `records` holds `record_count` records and is
+        // freed only after every block has ended (or never); the kernel writes nothing else.
+        unsafe { self.holder.launch(stream, &config, &params) }?;
         Ok(Holder {
-            stream,
+            stream: None,
             records: Some(records),
             kernel: Some(self.holder.clone()),
             longest: spec.hold.max(spec.settle),
@@ -272,7 +295,7 @@ impl Holder<'_> {
         poll(operation, limit, || {
             // Before the states, so that a stream found idle cannot hide a late write; also reports
             // failures.
-            let idle = self.stream.is_idle()?;
+            let idle = self.stream.map_or(Ok(false), Stream::is_idle)?;
             if self.states().all(&reached) {
                 return Ok(Some(()));
             }

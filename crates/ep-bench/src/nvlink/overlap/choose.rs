@@ -1,19 +1,19 @@
-//! The plan in force in a layer against a sweep of all plans there: beside a holder, as the tuner
+//! The plan in force in a layer against a sweep of all plans there: beside the GEMM, as the tuner
 //! searches, or alone where nothing is set aside.
 
 use ep_runtime::MovePlan;
 
 use super::judge::median;
 use super::points::{Beside, Config, OPERATIONS, Policy, Scope, shuffle};
-use super::seat::Seat;
+use super::seat::{Seat, WARM_LAUNCHES, Where};
 use crate::Result;
 use crate::case::Operation;
 use crate::host::kind;
 use crate::nvlink::Job;
-use crate::nvlink::choice::{Choice, candidates, in_force, in_turns, tuning};
+use crate::nvlink::choice::{Choice, TURNS, candidates, in_force, tuning};
 use crate::nvlink::rank::Call;
 
-/// Calls per point of the sweep: as many as one holder is there for.
+/// Calls per point of the sweep.
 const SWEEP: usize = 4;
 /// Calls per turn of the best and of what is in force.
 const TURN: usize = 8;
@@ -37,23 +37,49 @@ pub fn wanted(config: &Config, scope: &Scope) -> Vec<Operation> {
     OPERATIONS.into_iter().filter(|operation| scope.wants(&name(operation))).collect()
 }
 
-/// Calls by a plan. Collective.
+/// Calls by each of `plans`, beside compute that does not end meanwhile or alone. Collective.
 ///
 /// # Errors
 /// As the measurements; a plan that cannot be launched.
-fn time(
+fn sweep(
     seat: &mut Seat<'_, '_, '_>,
     (operation, beside): (Operation, Option<Beside>),
-    plan: MovePlan,
+    plans: &[MovePlan],
     runs: usize,
-) -> Result<Vec<f64>> {
-    seat.rank.retune(tuning(operation, plan))?;
-    // The first call by another plan finds nothing of it in caches.
-    let first = seat.alone(operation, (1, 2))?;
-    let Some(beside) = beside else { return seat.alone(operation, (0, runs)) };
-    let expected = seat.largest(first.into_iter().fold(0.0, f64::max))?;
-    let seen = seat.beside(operation, beside, (runs, expected))?;
-    Ok(seen.into_iter().map(|call| call.us).collect())
+) -> Result<Vec<Vec<f64>>> {
+    let mut slowest = 0.0f64;
+    for &plan in plans {
+        // What a plan needs is there before compute runs, which may otherwise be waited for.
+        seat.rank.retune(tuning(operation, plan))?;
+        slowest = seat.alone(operation, (0, 1))?.into_iter().fold(slowest, f64::max);
+    }
+    let expected = seat.largest(slowest)?;
+    let mut load = match beside {
+        Some(kind) => Some((seat.load(kind, Where::Own)?, seat.ahead(kind, expected)?)),
+        None => None,
+    };
+    if let Some((load, ahead)) = &mut load {
+        seat.rank.barrier()?;
+        load.keep(*ahead + WARM_LAUNCHES)?;
+        load.await_launch(WARM_LAUNCHES - 1)?;
+    }
+    let mut times = Vec::with_capacity(plans.len());
+    for &plan in plans {
+        seat.rank.retune(tuning(operation, plan))?;
+        let mut seen = Vec::with_capacity(1 + runs);
+        for _ in 0..=runs {
+            if let Some((load, ahead)) = &mut load {
+                load.keep(*ahead)?;
+            }
+            seen.extend(seat.rank.measure_beside(operation, true)?);
+        }
+        // The first finds nothing of its own in caches.
+        times.push(seen.split_off(1.min(seen.len())));
+    }
+    if let Some((load, _)) = &load {
+        load.finish()?;
+    }
+    Ok(times)
 }
 
 /// Compares two plans' results with the host backend and times them in turns. Collective.
@@ -69,11 +95,15 @@ pub fn duel(
         seat.rank.retune(tuning(operation, plan))?;
         seat.rank.measure(operation, Call::default(), (0, 1), true)?;
     }
-    in_turns(seat, plans, |seat, plan| time(seat, (operation, beside), plan, TURN))
+    let order: Vec<MovePlan> = TURNS.iter().map(|&which| plans[which]).collect();
+    let seen = sweep(seat, (operation, beside), &order, TURN)?;
+    let mut times = [Vec::new(), Vec::new()];
+    TURNS.iter().zip(seen).for_each(|(&which, seen)| times[which].extend(seen));
+    Ok(times)
 }
 
 /// Sweeps all plans of an operation in this layer, then times the best and the plan in force again.
-/// `None` where there is none in force. Collective.
+/// `None` where there is none in force. Collective, and the GEMM was added to the seat.
 ///
 /// # Errors
 /// As the measurements.
@@ -94,10 +124,9 @@ pub fn measure(
         all.push(chosen.plan);
     }
     shuffle(&mut all, case.seed, 5000 + number);
-    let beside = Some(Beside::Holder).filter(|_| config.policy != Policy::Shared);
+    let beside = Some(Beside::Gemm).filter(|_| config.policy != Policy::Shared);
     let mut best: Option<(f64, MovePlan)> = None;
-    for &plan in &all {
-        let times = time(seat, (operation, beside), plan, SWEEP)?;
+    for (&plan, times) in all.iter().zip(sweep(seat, (operation, beside), &all, SWEEP)?) {
         // All ranks take the same plan for the best.
         let us = seat.largest(median(&times).unwrap_or(f64::INFINITY))?;
         if best.is_none_or(|(least, _)| us < least) {

@@ -148,6 +148,9 @@ fn layer(
         {
             eprintln!("cuBLASLt is left out: {why}");
         }
+        if !choices.is_empty() {
+            seat.add(Beside::Gemm, &products)?;
+        }
         let swept = choices.iter().enumerate();
         let swept = swept.map(|(i, &op)| choose::measure(&mut seat, job, op, (config, number + i)));
         let swept = swept.collect::<Result<Vec<_>>>()?;

@@ -80,11 +80,12 @@ pub struct Seat<'r, 'a, 'm> {
     pub rank: &'r mut Rank<'a>,
     /// What its SMs came to.
     pub sms: Sms,
+    /// Dropped before the stream that it is started on.
+    holder: Holder,
     /// On the SMs that are left.
     own: ComputeStream,
     /// On all SMs.
     all: Stream,
-    holder: Holder,
     /// For launches of compute.
     pub events: Arc<EventPool>,
     pairs: Vec<Pair<'m>>,
@@ -102,7 +103,7 @@ impl<'r, 'a, 'm> Seat<'r, 'a, 'm> {
         let report = rank.ep.sm_report();
         let compiler = Compiler::get().map_err(failed)?;
         let tools = SmTools::load(&rank.device, compiler).map_err(failed)?;
-        let mut holder = Holder::new(&rank.device, &tools)?;
+        let mut holder = Holder::new(tools);
         let sms = Sms {
             asked: report.asked.sms(),
             taken: report.reserved,
