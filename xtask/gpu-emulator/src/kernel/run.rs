@@ -14,7 +14,8 @@ use super::random::Random;
 use super::shared::{ALIGNMENT, MOST_SHARED, SharedMemory};
 use super::stack::{Slot, Stacks};
 use super::thread::{End, Entry, Fiber, Thread, fiber};
-use super::{Kernel, KernelError, Launch, trap};
+use super::trap::{self, Here};
+use super::{Kernel, KernelError, Launch};
 
 /// Threads of a launch that are resident at once, at most, if blocks make room by waiting for the clock.
 const MOST_RESIDENT: u32 = 8192;
@@ -86,7 +87,7 @@ unsafe fn write_late(late: &[Late]) -> Result<(), (u32, String)> {
         }
         End::Returned
     });
-    match trap::guarded(&mut fiber, null_mut()) {
+    match trap::here(|here| here.resume(&mut fiber, null_mut())) {
         CoroutineResult::Return(End::Fault(address)) => {
             let report = format!("a bulk store: no memory for it at {address:#x}");
             Err((late[done.get()].block, report))
@@ -168,11 +169,11 @@ impl Running {
     }
 
     /// Lets threads go on, `times` times at most. Whether all have exited.
-    fn go_on(&mut self, times: u32) -> Result<bool, (u32, String)> {
+    fn go_on(&mut self, times: u32, here: Here<'_>) -> Result<bool, (u32, String)> {
         for _ in 0..times {
             let Some(me) = self.block().next() else { break };
             let thread = self.block().thread(me);
-            let fault = match trap::guarded(&mut self.fibers[me as usize], thread) {
+            let fault = match here.resume(&mut self.fibers[me as usize], thread) {
                 CoroutineResult::Yield(()) => None,
                 CoroutineResult::Return(End::Returned) => {
                     self.block().exited(me);
@@ -235,7 +236,7 @@ impl Grid<'_> {
         }
         let at = able[self.random.below(able.len() as u32) as usize];
         let times = if self.running.len() == 1 { u32::MAX } else { 1 + self.random.below(512) };
-        if self.running[at].go_on(times)? {
+        if trap::here(|here| self.running[at].go_on(times, here))? {
             self.finish(at)?;
         }
         Ok(())

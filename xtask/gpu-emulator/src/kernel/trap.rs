@@ -66,13 +66,28 @@ pub(super) fn install() {
     });
 }
 
-/// Resumes a fiber; a fault on it makes it return, and so does the clock while `thread`, if there is one,
-/// runs the kernel's code.
-pub(super) fn guarded(fiber: &mut Fiber, thread: *const Thread) -> CoroutineResult<(), End> {
-    RUNNING.set((fiber, thread));
-    let result = fiber.resume(());
-    RUNNING.set((null(), null()));
-    result
+/// Where a thread of the system says which fiber it runs: asked for once, used for every switch.
+#[derive(Clone, Copy)]
+pub(super) struct Here<'a>(&'a Cell<(*const Fiber, *const Thread)>);
+
+/// Runs `body` with this thread's place.
+pub(super) fn here<R>(body: impl FnOnce(Here<'_>) -> R) -> R {
+    RUNNING.with(|running| body(Here(running)))
+}
+
+impl Here<'_> {
+    /// Resumes a fiber; a fault on it makes it return, and so does the clock while `thread`, if there is
+    /// one, runs the kernel's code.
+    pub(super) fn resume(
+        self,
+        fiber: &mut Fiber,
+        thread: *const Thread,
+    ) -> CoroutineResult<(), End> {
+        self.0.set((fiber, thread));
+        let result = fiber.resume(());
+        self.0.set((null(), null()));
+        result
+    }
 }
 
 /// Makes the fiber that runs return `end`. False if the context is not a fiber's.
