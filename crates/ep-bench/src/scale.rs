@@ -1,10 +1,10 @@
 //! What a layer sends and takes as its group grows to 1024 ranks: for `sweep --dry-run`.
 
-use ep_runtime::Hierarchy;
+use ep_runtime::{Hierarchy, RdmaPlan, WindowSpec};
 
 use crate::Result;
 use crate::case::{Case, Shape};
-use crate::crossing::{Crossing, expected_rows, layer_plan, wire_expected};
+use crate::crossing::{Crossing, expected_rows, failed, layer_plan, wire_expected};
 use crate::format::bytes;
 
 /// Ranks of a node.
@@ -17,6 +17,8 @@ const ROUTED: usize = 64;
 /// Room for rows where not all that can come is planned for, as a multiple of what uniform routing lets
 /// expect.
 const ROOM: f64 = 1.25;
+/// NICs per rank, queue pairs per peer and NIC, writes under way: what `RdmaTransport` has by default.
+const RDMA: (usize, usize, usize) = (1, 1, 128);
 
 /// A group of one size.
 #[derive(Clone, Debug, PartialEq)]
@@ -36,6 +38,8 @@ pub struct Scale {
     pub windows: (usize, usize),
     /// The same with room for 1.25 times the rows of uniform routing.
     pub bounded: (usize, usize),
+    /// What RDMA takes on a rank beside the window.
+    pub rdma: RdmaPlan,
 }
 
 impl Scale {
@@ -61,6 +65,8 @@ impl Scale {
         let plan = |hierarchy, rows| layer_plan(&case, PER_NODE, hierarchy, rows);
         let (flat, once) = (plan(Hierarchy::Flat, None)?, plan(Hierarchy::Node, None)?);
         let bounded = |hierarchy| plan(hierarchy, Some(room)).map(|plan| plan.window_bytes);
+        let spec = WindowSpec { bytes: flat.window_bytes, flags: flat.flags };
+        let rdma = RdmaPlan::new(spec, ranks, ranks - PER_NODE, RDMA).map_err(|e| failed(&e))?;
         Ok(Self {
             nodes,
             experts: shape.experts,
@@ -69,12 +75,13 @@ impl Scale {
             rows: (rows, flat.max_rows),
             windows: (flat.window_bytes, once.window_bytes),
             bounded: (bounded(Hierarchy::Flat)?, bounded(Hierarchy::Node)?),
+            rdma,
         })
     }
 
     /// Line by line.
     pub fn lines(&self) -> Vec<String> {
-        let Self { nodes, experts, sent, routed, rows, windows, bounded } = self;
+        let Self { nodes, experts, sent, routed, rows, windows, bounded, rdma } = self;
         let size = |n: usize| bytes(n as f64);
         let how = if *routed { "busiest rank" } else { "uniform routing" };
         vec![
@@ -94,6 +101,13 @@ impl Scale {
                 "  for {ROOM} × uniform     {} flat, {} once per node",
                 size(bounded.0),
                 size(bounded.1)
+            ),
+            format!(
+                "  RDMA beside the window {} queue pairs with {} entries, rings {}, mailboxes {}",
+                rdma.queue_pairs,
+                rdma.sends + rdma.receives,
+                size(rdma.rings),
+                size(rdma.mailboxes + rdma.flags),
             ),
         ]
     }
@@ -121,8 +135,11 @@ mod tests {
         // Of 8 experts on as many ranks of 1024, a rank has one of a token with 8 in 1024.
         assert_eq!(last.rows.0, 1024);
         assert!(last.bounded.0 < last.windows.0 / 10);
+        assert_eq!(last.rdma.queue_pairs, 1016);
         for pair in all.windows(2) {
             assert!(pair[0].windows.0 < pair[1].windows.0);
+            assert!(pair[0].rdma.mailboxes < pair[1].rdma.mailboxes);
+            assert_eq!(pair[0].rdma.rings, pair[1].rdma.rings);
         }
         let text: Vec<String> = all.iter().flat_map(Scale::lines).collect();
         assert!(text.iter().all(|line| line.chars().count() <= 80), "{text:#?}");

@@ -109,7 +109,8 @@ pub use ep_transport::NcclTransport;
 pub use ep_transport::RdmaTransport;
 pub use ep_transport::{
     AllGather, Deadline, ErrorKind, Fault, Group, Health, Link, Mapping, Memory, ProcessTransport,
-    Put, Queue, Reach, Receive, Rendezvous, ThreadTransport, Transport, TransportError, WindowSpec,
+    Put, Queue, RdmaPlan, Reach, Receive, Rendezvous, ThreadTransport, Transport, TransportError,
+    WindowSpec,
 };
 pub use error::EpError;
 pub use event::Event;

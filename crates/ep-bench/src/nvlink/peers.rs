@@ -160,8 +160,9 @@ impl Nccl {
         };
         // SAFETY: NVIDIA's library; its initialisers have no preconditions.
         let library = unsafe { Library::new(&name) }.map_err(|e| {
+            let why = std::error::Error::source(&e).map_or(e.to_string(), |why| why.to_string());
             let name = name.display();
-            nccl_error(format!("{name}: {e}; {NCCL_PATH_VARIABLE} says which file or folder it is"))
+            nccl_error(format!("{name}: {why}; {NCCL_PATH_VARIABLE} says where it is"))
         })?;
         macro_rules! symbol {
             ($name:literal, $kind:ty) => {

@@ -72,7 +72,7 @@ fn trainings_dispatch_is_judged_by_nccls_own_exchange() {
         rows::judge_nccl(&mut row);
         row.metrics.get("verdict").cloned()
     };
-    for (us, verdict) in [(115.0, "goal"), (135.0, "must"), (135.1, "missed")] {
+    for (us, verdict) in [(114.9, "goal"), (134.9, "must"), (135.1, "missed")] {
         assert_eq!(judged("nccl", "bf16", us), Some(verdict.into()));
     }
     assert_eq!(judged("nccl", "fp8", 90.0), None);

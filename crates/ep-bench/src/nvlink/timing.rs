@@ -132,7 +132,14 @@ impl Rank<'_> {
                     us
                 }
                 Operation::Roundtrip => {
-                    let work = |rank: &mut Self| rank.dispatch(call).and_then(|h| rank.combine(h));
+                    let work = |rank: &mut Self| {
+                        let mut held = rank.dispatch(call)?;
+                        if !rank.job.case.dtype.reducible() {
+                            // What comes back has a type that can be summed; values do not matter.
+                            rank.rows_of(&mut held)?;
+                        }
+                        rank.combine(held)
+                    };
                     self.timed(early, work)?.0
                 }
             };
