@@ -71,7 +71,8 @@ pub(super) trait Device: Send {
 
     /// Sleeps until there may be something to poll, `bell` can be read or the time has passed.
     /// There may have been something before it was called: [`Device::arm`] comes first.
-    fn sleep(&mut self, bell: BorrowedFd<'_>, bound: Duration) -> Result<()>;
+    /// Whether something may have befallen the NIC, so that [`Device::events`] is worth a call.
+    fn sleep(&mut self, bell: BorrowedFd<'_>, bound: Duration) -> Result<bool>;
 
     /// From here on, what completes ends a [`Device::sleep`].
     fn arm(&mut self) -> Result<()>;

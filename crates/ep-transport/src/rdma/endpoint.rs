@@ -364,7 +364,7 @@ impl Device for Endpoint {
         }
     }
 
-    fn sleep(&mut self, bell: BorrowedFd<'_>, bound: Duration) -> Result<()> {
+    fn sleep(&mut self, bell: BorrowedFd<'_>, bound: Duration) -> Result<bool> {
         let bound =
             Timespec { tv_sec: bound.as_secs() as i64, tv_nsec: bound.subsec_nanos().into() };
         let completions = self.completions.fd();
@@ -380,7 +380,8 @@ impl Device for Endpoint {
         if fds[1].revents().contains(PollFlags::IN) {
             self.completions.disarm();
         }
-        Ok(())
+        // Not only input: that of a device that was removed is an error.
+        Ok(!fds[2].revents().is_empty())
     }
 
     fn arm(&mut self) -> Result<()> {
@@ -404,5 +405,4 @@ impl Device for Endpoint {
 }
 
 #[cfg(test)]
-#[path = "endpoint_tests.rs"]
 mod tests;

@@ -452,5 +452,4 @@ pub(super) fn place<T>(
 }
 
 #[cfg(test)]
-#[path = "gpu_tests.rs"]
 pub(super) mod tests;

@@ -37,7 +37,7 @@ impl Device for Broken {
         self.nic.poll(into)
     }
 
-    fn sleep(&mut self, bell: BorrowedFd<'_>, bound: Duration) -> Result<()> {
+    fn sleep(&mut self, bell: BorrowedFd<'_>, bound: Duration) -> Result<bool> {
         self.nic.sleep(bell, bound)
     }
 

@@ -23,12 +23,14 @@ use crate::{Deadline, Group, Link, Put, Queue, Result, WindowSpec};
 const RUNS: usize = 15;
 /// Less than there is credit for, which the peer never gives back here.
 const COUNT: usize = 3_000;
+/// Where puts start, so far apart that none is merged with another.
+const PLACE: usize = 128;
 
 #[derive(Debug)]
 struct Clock {
     start: Instant,
-    /// When the last put was called.
-    called: AtomicU64,
+    /// When each put was called.
+    called: Vec<AtomicU64>,
     took: Mutex<Vec<u64>>,
 }
 
@@ -48,8 +50,9 @@ struct Timed {
 impl Device for Timed {
     unsafe fn write(&mut self, _peer: usize, _pair: usize, write: &Write) -> Result<()> {
         if write.immediate.is_some() {
-            let took = self.clock.now() - self.clock.called.load(SeqCst);
-            self.clock.took.lock().push(took);
+            let now = self.clock.now();
+            let called = &self.clock.called[write.local as usize / PLACE];
+            self.clock.took.lock().push(now - called.load(SeqCst));
         }
         if write.signalled {
             self.done.push(Completion::Written(Id::decode(write.id)));
@@ -66,10 +69,10 @@ impl Device for Timed {
         Ok(true)
     }
 
-    fn sleep(&mut self, bell: BorrowedFd<'_>, bound: Duration) -> Result<()> {
+    fn sleep(&mut self, bell: BorrowedFd<'_>, bound: Duration) -> Result<bool> {
         let bound = Timespec { tv_sec: 0, tv_nsec: i64::from(bound.subsec_nanos()) };
         let _ = poll(&mut [PollFd::from_borrowed_fd(bell, PollFlags::IN)], Some(&bound));
-        Ok(())
+        Ok(false)
     }
 
     fn arm(&mut self) -> Result<()> {
@@ -106,7 +109,8 @@ fn open(group: &Group, busy: bool, clock: &Arc<Clock>) -> Arc<RdmaLink> {
 /// p50, p90 and p99 of the time from before a put to its post, one every `gap`.
 fn run(busy: bool, gap: Duration) -> [Duration; 3] {
     let start = Instant::now();
-    let clock = Arc::new(Clock { start, called: AtomicU64::new(0), took: Mutex::default() });
+    let called = (0..COUNT).map(|_| AtomicU64::new(0)).collect();
+    let clock = Arc::new(Clock { start, called, took: Mutex::default() });
     let mut groups = Group::local(2).unwrap().into_iter();
     let (first, second) = (groups.next().unwrap(), groups.next().unwrap());
     std::thread::scope(|scope| {
@@ -122,9 +126,8 @@ fn run(busy: bool, gap: Duration) -> [Duration; 3] {
             while clock.now() < until {
                 std::hint::spin_loop();
             }
-            // Apart, so that none is merged with another.
-            let put = Put { peer: 1, from: 128 * (i % 1000), to: 0, bytes: 64 };
-            clock.called.store(clock.now(), SeqCst);
+            let put = Put { peer: 1, from: PLACE * i, to: 0, bytes: 64 };
+            clock.called[i].store(clock.now(), SeqCst);
             link.put(&Queue::host(), put).unwrap();
         }
         link.flush(&Queue::host(), Deadline::after(Duration::from_secs(20))).unwrap();

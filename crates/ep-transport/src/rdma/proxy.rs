@@ -417,11 +417,13 @@ impl<D: Device> Proxy<D> {
         let bound =
             if starved || self.shared.stopping.load(Ordering::Acquire) { STARVED } else { SLICE };
         let slept = self.device.sleep(self.bell.as_fd(), bound);
-        self.rounds = 1;
         self.commands.awake();
         let mut rings = [0u8; 8];
         // Nothing to read is fine: the descriptor does not block.
         let _ = rustix::io::read(&*self.bell, &mut rings);
-        slept
+        if slept? {
+            self.look_next_round();
+        }
+        Ok(())
     }
 }

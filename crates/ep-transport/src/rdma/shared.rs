@@ -204,7 +204,8 @@ impl Shared {
             if done() {
                 break self.check();
             }
-            let health = self.group.health().check(op).and_then(|()| self.check());
+            // What this rank saw itself says more than what it told the group of it.
+            let health = self.check().and_then(|()| self.group.health().check(op));
             if health.is_err() {
                 break health;
             }

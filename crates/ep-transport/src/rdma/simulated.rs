@@ -173,9 +173,9 @@ impl Device for SimulatedDevice {
         Ok(true)
     }
 
-    fn sleep(&mut self, _bell: BorrowedFd<'_>, _bound: Duration) -> Result<()> {
+    fn sleep(&mut self, _bell: BorrowedFd<'_>, _bound: Duration) -> Result<bool> {
         std::thread::yield_now();
-        Ok(())
+        Ok(true)
     }
 
     fn events(&mut self, into: &mut Vec<Event>) -> Result<()> {

@@ -41,6 +41,11 @@ impl<D: Device> Proxy<D> {
         }
     }
 
+    /// Has the next [`Proxy::watch`] look.
+    pub(super) fn look_next_round(&mut self) {
+        self.rounds = 1;
+    }
+
     /// Looks now and then at what befalls the NIC. A port that is soon back is no failure: packets
     /// are sent again meanwhile.
     pub(super) fn watch(&mut self) -> Result<()> {
