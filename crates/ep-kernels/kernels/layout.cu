@@ -6,8 +6,8 @@ struct MoeLayoutParams {
     MoeRouting routing;
     MoeOp op;
     MoeHeader header;
-    u64 ids, weights, scratch;
-    u32 kind, physical_ids, shared_words, reserved;
+    u64 ids, weights, scratch, crossing;
+    u32 kind, physical_ids, shared_words, nodes;
 };
 
 EP_CHECK_SIZE(MoeLayoutParams);
@@ -18,10 +18,11 @@ EP_CHECK_FIELD(MoeLayoutParams, header);
 EP_CHECK_FIELD(MoeLayoutParams, ids);
 EP_CHECK_FIELD(MoeLayoutParams, weights);
 EP_CHECK_FIELD(MoeLayoutParams, scratch);
+EP_CHECK_FIELD(MoeLayoutParams, crossing);
 EP_CHECK_FIELD(MoeLayoutParams, kind);
 EP_CHECK_FIELD(MoeLayoutParams, physical_ids);
 EP_CHECK_FIELD(MoeLayoutParams, shared_words);
-EP_CHECK_FIELD(MoeLayoutParams, reserved);
+EP_CHECK_FIELD(MoeLayoutParams, nodes);
 
 typedef const MoeLayoutParams &Params;
 
@@ -263,6 +264,9 @@ extern "C" __global__ void __launch_bounds__(512, 1)
         u32 *counts = (u32 *)(to + sizeof(MoeHeader));
         for (u32 c = threadIdx.x; c < columns; c += blockDim.x)
             counts[c] = good ? tiles_total(t, c, gridDim.x) : 0;
+        // How many tokens cross to each node; an earlier layout has counted them.
+        for (u32 n = threadIdx.x; n < p.nodes; n += blockDim.x)
+            counts[columns + n] = good ? ((const u32 *)p.crossing)[n] : 0;
         if (threadIdx.x == 0) moe_announce_to(to, header);
     }
     if (blockIdx.x == 0) {

@@ -12,10 +12,17 @@ struct MoeJudgeParams {
     MoeOp op;
 };
 
+// What is known of nodes and what becomes of it, where tokens cross them once.
+struct MoeCrossing {
+    u64 node_of, rails, sources, counts, sent_base, staged, places, expert_places;
+    u32 nodes, incoming, max_rows, reserved;
+};
+
 struct MoePlanParams {
     MoeShape shape;
     MoeRouting routing;
     MoeOp op;
+    MoeCrossing crossing;
     u64 summary, scratch;
     u32 alignment, reserved;
 };
@@ -37,10 +44,24 @@ EP_CHECK_FIELD(MoeAnnounceParams, handle);
 EP_CHECK_SIZE(MoeJudgeParams);
 EP_CHECK_FIELD(MoeJudgeParams, shape);
 EP_CHECK_FIELD(MoeJudgeParams, op);
+EP_CHECK_SIZE(MoeCrossing);
+EP_CHECK_FIELD(MoeCrossing, node_of);
+EP_CHECK_FIELD(MoeCrossing, rails);
+EP_CHECK_FIELD(MoeCrossing, sources);
+EP_CHECK_FIELD(MoeCrossing, counts);
+EP_CHECK_FIELD(MoeCrossing, sent_base);
+EP_CHECK_FIELD(MoeCrossing, staged);
+EP_CHECK_FIELD(MoeCrossing, places);
+EP_CHECK_FIELD(MoeCrossing, expert_places);
+EP_CHECK_FIELD(MoeCrossing, nodes);
+EP_CHECK_FIELD(MoeCrossing, incoming);
+EP_CHECK_FIELD(MoeCrossing, max_rows);
+EP_CHECK_FIELD(MoeCrossing, reserved);
 EP_CHECK_SIZE(MoePlanParams);
 EP_CHECK_FIELD(MoePlanParams, shape);
 EP_CHECK_FIELD(MoePlanParams, routing);
 EP_CHECK_FIELD(MoePlanParams, op);
+EP_CHECK_FIELD(MoePlanParams, crossing);
 EP_CHECK_FIELD(MoePlanParams, summary);
 EP_CHECK_FIELD(MoePlanParams, scratch);
 EP_CHECK_FIELD(MoePlanParams, alignment);
@@ -195,7 +216,8 @@ __device__ void plan_staged(Params p) {
 // this rank's rows start there; where its rows start in that rank's staging when they go home, one per
 // token, and one per expert; how many rows it sent for each expert here. Then how many rows this rank has
 // for each expert, and for each rank before each piece of its tokens.
-__device__ void plan_far_summary(Params p, int *to) {
+// Returns what is behind it.
+__device__ int *plan_far_summary(Params p, int *to) {
     u32 world = p.shape.world, physical = p.shape.physical, local = p.shape.local_experts;
     u32 first = ((const u32 *)p.shape.base)[p.shape.rank];
     for (u32 r = threadIdx.x; r < world; r += blockDim.x) {
@@ -211,6 +233,67 @@ __device__ void plan_far_summary(Params p, int *to) {
     for (u32 e = threadIdx.x; e < physical; e += blockDim.x) to[e] = ((const int *)p.routing.expert_counts)[e];
     to += physical;
     for (u32 at = threadIdx.x; at < MOE_PIECES * world; at += blockDim.x) to[at] = ((const int *)p.routing.pieces)[at];
+    return to + MOE_PIECES * world;
+}
+
+// How many tokens of `source` cross to `node`, as it announced.
+__device__ inline u64 plan_crossing(Params p, u32 source, u32 node) {
+    const u32 *counts = (const u32 *)(moe_mailbox(p.shape, p.op, source) + 1);
+    return counts[p.shape.physical + p.shape.world + node];
+}
+
+// The rows that ranks before `until` give to `rail` to forward.
+__device__ u64 plan_forwarded(Params p, u32 rail, u32 until) {
+    const u32 *node_of = (const u32 *)p.crossing.node_of, *rails = (const u32 *)p.crossing.rails;
+    u32 node = node_of[rail];
+    u64 sum = 0;
+    for (u32 source = 0; source < until; source++)
+        if (node_of[source] != node && rails[(u64)source * p.crossing.nodes + node] == rail)
+            sum += plan_crossing(p, source, node);
+    return sum;
+}
+
+// Where this rank's rows start at each rank, and in staging those for each node; nodes are numbered behind
+// the ranks and one more. Then where rows of each source that this rank forwards start at the ranks and
+// among those of the experts: behind those of the sources before it.
+__device__ void plan_nodes(Params p) {
+    const MoeCrossing &c = p.crossing;
+    u32 world = p.shape.world, physical = p.shape.physical, first = world + 1;
+    for (u32 r = threadIdx.x; r < first + c.nodes; r += blockDim.x) {
+        ((u32 *)c.sent_base)[r] = r < world ? ((const u32 *)p.routing.sent_base)[r] : 0;
+        ((u32 *)c.staged)[r] = r < first ? 0 : plan_before((const u32 *)c.counts + first, r - first);
+    }
+    u32 columns = physical + world;
+    for (u64 at = threadIdx.x; at < (u64)c.incoming * columns; at += blockDim.x) {
+        u32 i = (u32)(at / columns), column = (u32)(at % columns), before = 0;
+        if (column < physical && p.alignment == 0) continue;
+        for (u32 s = 0; s < ((const u32 *)c.sources)[i]; s++)
+            before += ((const u32 *)(moe_mailbox(p.shape, p.op, s) + 1))[column];
+        if (column < physical) ((u32 *)c.expert_places)[(u64)i * physical + column] = before;
+        else ((u32 *)c.places)[(u64)i * world + column - physical] = before;
+    }
+}
+
+// What the host has to know of nodes. By node: where this rank's block starts in its rail's staging, and
+// its rows. By source that this rank forwards: its rows, where they start in this rank's staging, and where
+// one row for each starts among those that come home to the source.
+__device__ void plan_node_summary(Params p, int *to) {
+    const MoeCrossing &c = p.crossing;
+    const u32 *node_of = (const u32 *)c.node_of, *rails = (const u32 *)c.rails;
+    u32 me = p.shape.rank, own = node_of[me];
+    for (u32 n = threadIdx.x; n < c.nodes; n += blockDim.x) {
+        to[n] = n == own ? 0 : (int)plan_forwarded(p, rails[(u64)me * c.nodes + n], me);
+        to[c.nodes + n] = ((const int *)c.counts)[p.shape.world + 1 + n];
+    }
+    to += 2 * c.nodes;
+    for (u32 i = threadIdx.x; i < c.incoming; i += blockDim.x) {
+        u32 source = ((const u32 *)c.sources)[i];
+        u64 home = 0;
+        for (u32 n = 0; n < own; n++) home += plan_crossing(p, source, n);
+        to[3 * i] = (int)plan_crossing(p, source, own);
+        to[3 * i + 1] = (int)plan_forwarded(p, me, source);
+        to[3 * i + 2] = (int)home;
+    }
 }
 
 __device__ void plan_summary(Params p, u32 rows, u32 expert_rows) {
@@ -229,7 +312,9 @@ __device__ void plan_summary(Params p, u32 rows, u32 expert_rows) {
         to[r] = ((const int *)p.routing.received)[r];
         to[world + r] = ((const int *)p.routing.rank_counts)[r];
     }
-    if (p.shape.far) plan_far_summary(p, to + 2 * world);
+    if (!p.shape.far) return;
+    to = plan_far_summary(p, to + 2 * world);
+    if (p.crossing.nodes) plan_node_summary(p, to);
 }
 
 // One block. The verdict on an uncached dispatch, and every row's place.
@@ -257,6 +342,12 @@ extern "C" __global__ void __launch_bounds__(1024, 1) moe_plan(const __grid_cons
             report.what = 1;
             report.rank = found.first;
             report.needed = found.needed;
+        } else if (p.crossing.nodes && plan_over(found, p.shape.world, p.crossing.max_rows,
+                                                 [&](u32 r) { return plan_forwarded(p, r, p.shape.world); })) {
+            over = true;
+            report.what = 3;
+            report.rank = found.first;
+            report.needed = found.needed;
         }
         if (over) report.verdict = MOE_CAPACITY;
     }
@@ -264,6 +355,7 @@ extern "C" __global__ void __launch_bounds__(1024, 1) moe_plan(const __grid_cons
     u32 rows = good ? (u32)ranks[p.shape.rank] : 0;
     u32 expert_rows = good && p.alignment ? (u32)padded[p.shape.rank] : 0;
     if (good && p.shape.far) plan_staged(p);
+    if (good && p.crossing.nodes) plan_nodes(p);
     if (good) plan_summary(p, rows, expert_rows);
     if (threadIdx.x == 0) {
         MoeLane *lane = (MoeLane *)p.op.lane;

@@ -12,7 +12,7 @@ struct MoeRowsParams {
     MoeOp op;
     MoeRowFormat row;
     MoeExpertFormat expert;
-    u64 payload, payload_stride, scales, scales_stride;
+    u64 payload, payload_stride, scales, scales_stride, numbers;
     u32 check, chunk, pieces, first;
 };
 
@@ -26,6 +26,7 @@ EP_CHECK_FIELD(MoeRowsParams, payload);
 EP_CHECK_FIELD(MoeRowsParams, payload_stride);
 EP_CHECK_FIELD(MoeRowsParams, scales);
 EP_CHECK_FIELD(MoeRowsParams, scales_stride);
+EP_CHECK_FIELD(MoeRowsParams, numbers);
 EP_CHECK_FIELD(MoeRowsParams, check);
 EP_CHECK_FIELD(MoeRowsParams, chunk);
 EP_CHECK_FIELD(MoeRowsParams, pieces);
@@ -110,6 +111,15 @@ __device__ u64 rows_source(Params p, const u64 *table, u32 row) {
     return EXPAND ? table[0] + (u64)row * p.row.stride : p.payload + (u64)row * p.payload_stride;
 }
 
+// The number of a token at its source. Rows that are forwarded are some of another rank's.
+__device__ inline u32 rows_number(Params p, u32 row) {
+#ifdef EP_FORWARD
+    return ((const u32 *)p.numbers)[row];
+#else
+    return p.first + row;
+#endif
+}
+
 // Four bytes of a token's scales, zero behind the last.
 __device__ inline u32 rows_scale_word(Params p, u64 from, u32 at) {
     u32 word = 0;
@@ -143,7 +153,7 @@ __device__ inline void rows_write_record(Params p, u32 token, int rank, u64 to) 
                 value = ids ? (mine ? local : 0xffffffffu) : (mine ? weights[k] : 0);
             }
         } else if (at == p.row.source_at) {
-            value = p.first + token;
+            value = rows_number(p, token);
         } else if (at == p.row.source_at + 4) {
             value = p.shape.rank;
         }
@@ -227,7 +237,7 @@ __device__ void rows_write_rest(Params p, const u64 *table, const Rest &rest, u3
         *(u32 *)(to + p.row.ids_at + 4 * lane) = lane < p.shape.topk ? (mine ? local : 0xffffffffu) : 0;
         *(u32 *)(to + p.row.weights_at + 4 * lane) = mine ? weight : 0;
     }
-    if (lane == 0) ep_store(to + p.row.source_at, EpQuad{p.first + row, p.shape.rank, 0, 0});
+    if (lane == 0) ep_store(to + p.row.source_at, EpQuad{rows_number(p, row), p.shape.rank, 0, 0});
 }
 
 // Fills the rows between the experts' last rows and the next multiple of the alignment.
@@ -370,11 +380,17 @@ __device__ void rows_ldst(Params p) {
     rows_report<EXPAND>(p);
 }
 
+#ifdef EP_FORWARD
+#define ROWS_LDST(UNROLL, THREADS)              \
+    extern "C" __global__ void __launch_bounds__(THREADS, 1) \
+        moe_forward_ld##UNROLL(const __grid_constant__ MoeRowsParams p) { rows_ldst<false, UNROLL>(p); }
+#else
 #define ROWS_LDST(UNROLL, THREADS)                                                                     \
     extern "C" __global__ void __launch_bounds__(THREADS, 1)                                                \
         moe_dispatch_ld##UNROLL(const __grid_constant__ MoeRowsParams p) { rows_ldst<false, UNROLL>(p); } \
     extern "C" __global__ void __launch_bounds__(THREADS, 1)                                                \
         moe_expand_ld##UNROLL(const __grid_constant__ MoeRowsParams p) { rows_ldst<true, UNROLL>(p); }
+#endif
 ROWS_LDST(1, 1024)
 ROWS_LDST(2, 1024)
 ROWS_LDST(4, 1024)
@@ -388,11 +404,17 @@ template <bool EXPAND, int STAGES>
 __device__ void rows_tma(Params p) {}
 #endif
 
+#ifdef EP_FORWARD
+#define ROWS_TMA(STAGES)                        \
+    extern "C" __global__ void __launch_bounds__(512, 1) \
+        moe_forward_tma##STAGES(const __grid_constant__ MoeRowsParams p) { rows_tma<false, STAGES>(p); }
+#else
 #define ROWS_TMA(STAGES)                                                                               \
     extern "C" __global__ void __launch_bounds__(512, 1)                                                \
         moe_dispatch_tma##STAGES(const __grid_constant__ MoeRowsParams p) { rows_tma<false, STAGES>(p); } \
     extern "C" __global__ void __launch_bounds__(512, 1)                                                \
         moe_expand_tma##STAGES(const __grid_constant__ MoeRowsParams p) { rows_tma<true, STAGES>(p); }
+#endif
 ROWS_TMA(2)
 ROWS_TMA(3)
 ROWS_TMA(4)

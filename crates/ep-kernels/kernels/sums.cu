@@ -150,8 +150,9 @@ __device__ inline float sums_weight(Params p, u32 token, u32 j) {
 // Brings home, or hands on, the weights that a token's rows carry. The whole warp calls it.
 __device__ void sums_weights(Params p, const u64 *table, u32 token) {
     u32 lane = threadIdx.x & 31, topk = p.shape.topk, width = sums_width(p);
-    float *home = p.mode == LOCAL ? (float *)(sums_out(p, table, token) + p.out_weights_at)
-                                  : (float *)p.weights_home + (u64)token * topk;
+    // Those of sums that travel on go with them, behind the payload.
+    float *home = p.out_weights_at ? (float *)(sums_out(p, table, token) + p.out_weights_at)
+                                   : (float *)p.weights_home + (u64)token * topk;
     for (u32 k = lane; k < topk; k += 32) home[k] = 0.0f;
     __syncwarp();
     for (u32 j = 0; j < width; j++) {

@@ -175,7 +175,7 @@ impl EpBuilder {
         let shape = self.resolve(group.world());
         let transport = self.transport.as_deref();
         #[cfg(feature = "cuda")]
-        let prepared = self.prepare(group.world());
+        let prepared = self.prepare(group.world(), shape.as_ref().ok());
         #[cfg(feature = "cuda")]
         let problem = prepared.as_ref().err().or(shape.as_ref().err());
         #[cfg(not(feature = "cuda"))]
@@ -250,6 +250,7 @@ impl EpBuilder {
     fn prepare(
         &self,
         world: usize,
+        shape: Option<&Resolved>,
     ) -> Result<Option<(crate::gpu::Prepared, crate::gpu::TuneSettings)>> {
         match self.place {
             Place::Cuda(ordinal) => {
@@ -258,7 +259,9 @@ impl EpBuilder {
                 let MoeShape { experts, hidden, .. } = self.shape;
                 let holder = format!("a layer of {experts} experts and hidden size {hidden}");
                 let sms = self.sms.choice(&holder);
-                let prepared = crate::gpu::Prepared::new(ordinal, sms, sizes, self.tuning)?;
+                let nodes = shape.and_then(crate::gpu::NodeSizes::new);
+                let (tuning, nodes) = (self.tuning, nodes.as_ref());
+                let prepared = crate::gpu::Prepared::new(ordinal, sms, sizes, tuning, nodes)?;
                 Ok(Some((prepared, tune)))
             }
             Place::Host => Ok(None),
@@ -289,6 +292,10 @@ pub(crate) struct Inner {
     /// those that are put to,
     pub bulk: Vec<usize>,
     /// and those that rows are exchanged with.
+    #[cfg_attr(
+        not(feature = "cuda"),
+        expect(dead_code, reason = "only rows on GPUs are exchanged")
+    )]
     pub paired: Vec<usize>,
     /// All that raise flags: those that are mapped or put to.
     pub flagged: Vec<usize>,
@@ -363,9 +370,9 @@ impl Inner {
         let windows: Vec<u64> =
             self.reach.iter().map(|m| m.map_or(0, |m| m.base.as_ptr() as u64)).collect();
         let me = (self.id, self.group.rank());
-        let (link, shape, window) = (&self.link, &self.shape, &self.window);
+        let (link, across, shape) = (&self.link, &self.across, (&self.shape, &self.window));
         self.sms.reservation = Some(prepared.sms());
-        self.gpu = Some(crate::gpu::Gpu::new(prepared, me, link, shape, window, &windows)?);
+        self.gpu = Some(crate::gpu::Gpu::new(prepared, me, link, shape, across, &windows)?);
         Ok(())
     }
 

@@ -171,6 +171,8 @@ impl MoeShape {
             max_expert_rows,
             expert_alignment: self.expert_alignment,
             nodes: rails.map_or(0, |rails| rails.nodes),
+            #[cfg(feature = "cuda")]
+            sources: rails.map_or(0, |rails| rails.sources),
             max_forward_rows: rails.map_or(0, forward),
             payloads,
             formats,
@@ -285,6 +287,9 @@ pub(crate) struct Resolved {
     pub expert_alignment: Option<usize>,
     /// The most nodes there may be, where tokens cross them once; else 0.
     pub nodes: usize,
+    /// Then, the most ranks whose rows one rank forwards.
+    #[cfg(feature = "cuda")]
+    pub sources: usize,
     pub max_forward_rows: usize,
     pub payloads: Vec<PayloadKind>,
     formats: Vec<(RecordFormat, ExpertFormat)>,

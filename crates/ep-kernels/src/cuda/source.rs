@@ -69,7 +69,7 @@ impl KernelSource {
     /// Every source of this crate.
     pub fn all() -> &'static [&'static KernelSource] {
         use super::moe;
-        static ALL: [&KernelSource; 9] = [
+        static ALL: [&KernelSource; 11] = [
             &super::probe::SM_PROBE,
             &super::holder::HOLDER,
             &moe::ROWS,
@@ -77,6 +77,8 @@ impl KernelSource {
             &moe::LAYOUT,
             &moe::PLACES,
             &moe::PLAN,
+            &moe::NODES,
+            &moe::FORWARD,
             &moe::CAST,
             &super::gemm::GEMM,
         ];

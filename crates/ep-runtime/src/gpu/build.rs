@@ -8,18 +8,21 @@ use std::time::Duration;
 use cudarc::driver::sys::CUstream;
 use ep_kernels::Placement;
 use ep_kernels::cuda::moe::{
-    LayoutKernels, MoeHeader, MoeLane, MoeReport, MoeShape, MoveKernels, layout_scratch_bytes,
+    LayoutKernels, MoeHeader, MoeLane, MoeReport, MoeShape, MoveKernels, NodeKernels,
+    layout_scratch_bytes,
 };
 use ep_kernels::cuda::{Compiler, Device, DeviceMemory, EventPool, MappedHost, Stream};
 use ep_transport::{Link, Memory, Queue, StreamSide, TransportError};
 use parking_lot::Mutex;
 
+use crate::node::Across;
 use crate::sched::{CudaReservation, SmPolicy, reserve_on_gpu};
 use crate::shape::{Resolved, Window};
 use crate::{Ep, EpError, Result};
 
 use super::machine::{Driven, Machine};
 use super::memory::{Counted, HandleSizes, Handles};
+use super::nodes::{Crossings, NodeSizes};
 use super::report::REPORTS;
 use super::{Gpu, GpuLane, Plans, SlotStates, Tuning};
 
@@ -27,7 +30,7 @@ const ALIGN: usize = 256;
 /// Events made ahead: a few per operation in flight.
 const EVENTS: usize = 64;
 /// The longest that anything takes when a layer is built, kernels aside.
-const SETUP: Duration = Duration::from_secs(60);
+pub(super) const SETUP: Duration = Duration::from_secs(60);
 
 /// A GPU with its kernels loaded.
 #[derive(Debug)]
@@ -35,6 +38,7 @@ pub(crate) struct Prepared {
     device: Device,
     layout: LayoutKernels,
     moves: MoveKernels,
+    nodes: Option<NodeKernels>,
     sms: u32,
     reserved: Arc<CudaReservation>,
     tuning: Tuning,
@@ -80,6 +84,7 @@ impl Prepared {
         choice: SmChoice<'_>,
         (handles, world): (usize, usize),
         tuning: Tuning,
+        nodes: Option<&NodeSizes>,
     ) -> Result<Self> {
         let loaded = Loaded::on(ordinal)?;
         let device = loaded.device.clone();
@@ -91,10 +96,12 @@ impl Prepared {
         if handles == 0 {
             return Err(EpError::argument("build", "no handles; at least 1 is needed"));
         }
-        tuning.check(world, device.properties())?;
+        let columns = nodes.map_or(world, |nodes| nodes.columns);
+        tuning.check(columns, device.properties())?;
+        let nodes = nodes.map(|_| NodeKernels::load(&device, Compiler::get()?)).transpose()?;
         let reserved = choice.reserve(&device, &tuning)?;
         let Loaded { layout, moves, .. } = loaded;
-        Ok(Self { device, layout, moves, sms, reserved, tuning, handles })
+        Ok(Self { device, layout, moves, nodes, sms, reserved, tuning, handles })
     }
 
     /// The SMs set aside.
@@ -144,6 +151,8 @@ pub(crate) struct Sizes {
     pub report: usize,
     lanes_at: usize,
     handles_at: usize,
+    /// Where what is for nodes is.
+    nodes_at: usize,
     /// Bytes of device memory, the window aside.
     pub device: usize,
     summaries_at: usize,
@@ -165,13 +174,17 @@ impl Sizes {
             up(4 * placement.physical()),
         ];
         let lanes_at: usize = tables.iter().sum();
-        let probe = moe_shape(shape, 0);
+        let nodes = NodeSizes::new(shape);
+        let columns = nodes.map_or(shape.world, |nodes| nodes.columns);
+        let probe = MoeShape { world: columns as u32, ..moe_shape(shape, 0) };
         let tokens =
             shape.max_tokens.max(shape.max_rows * usize::from(shape.expert_alignment.is_some()));
         let scratch = up(layout_scratch_bytes(&probe, tokens, sms));
         let lane = up(size_of::<MoeLane>()) + scratch;
         let handles_at = lanes_at + shape.lanes * lane;
-        let handle = HandleSizes::new(shape, counted(shape, local, staging));
+        let crossing = nodes.map_or((0, 0), |_| (shape.nodes, shape.sources));
+        let handle = HandleSizes::new(shape, counted(shape, local, staging, crossing));
+        let nodes_at = handles_at + handles * handle.device;
         let report = size_of::<MoeReport>() + shape.world * size_of::<MoeHeader>();
         let summaries_at = shape.lanes * REPORTS * report;
         Self {
@@ -185,7 +198,8 @@ impl Sizes {
             report,
             lanes_at,
             handles_at,
-            device: handles_at + handles * handle.device,
+            nodes_at,
+            device: nodes_at + nodes.map_or(0, |nodes| nodes.device),
             summaries_at: summaries_at.next_multiple_of(64),
             pinned: summaries_at.next_multiple_of(64) + handles * handle.pinned,
         }
@@ -226,6 +240,7 @@ pub(super) struct Parts<'a> {
     pub me: (u64, usize),
     pub shape: &'a Resolved,
     pub window: &'a Window,
+    pub across: &'a Across,
 }
 
 /// What a layer has for ranks that are not mapped.
@@ -266,11 +281,11 @@ impl Gpu {
         prepared: Prepared,
         me: (u64, usize),
         link: &Arc<dyn Link>,
-        shape: &Resolved,
-        window: &Window,
+        (shape, window): (&Resolved, &Window),
+        across: &Across,
         windows: &[u64],
     ) -> Result<Self> {
-        let Prepared { device, layout, moves, sms, reserved, tuning, handles } = prepared;
+        let Prepared { device, layout, moves, nodes, sms, reserved, tuning, handles } = prepared;
         let ordinal = device.properties().ordinal;
         let unfit = |detail: String| TransportError::Unsupported { op: "build", detail };
         if link.memory() != (Memory::Cuda { ordinal }) {
@@ -288,6 +303,10 @@ impl Gpu {
         let memory = DeviceMemory::zeroed(&copies, sizes.device, SETUP)?;
         let pinned = MappedHost::<u8>::zeroed(&device, sizes.pinned)?;
         fill_tables(&memory, &copies, &sizes, &shape.placement, windows)?;
+        if let Some(tables) = NodeSizes::new(shape) {
+            let to = (&memory, sizes.nodes_at, &copies);
+            tables.fill(to, &shape.placement, across, (windows, me.1))?;
+        }
         let fresh = MoeLane { bad_choice: u64::MAX, ..MoeLane::default() };
         let lane = |lane| {
             memory.upload(&copies, sizes.lane_at(lane), &[fresh], SETUP)?;
@@ -302,6 +321,7 @@ impl Gpu {
         if let Some(stream) = streams.first() {
             layout.prepare(stream)?;
             moves.prepare(stream)?;
+            nodes.iter().try_for_each(|nodes| nodes.prepare(stream))?;
         }
         let raw = |streams: &[Stream]| streams.iter().map(Stream::raw).collect();
         let (lanes, far) =
@@ -310,7 +330,8 @@ impl Gpu {
         let addresses = (memory.address(), pinned.device_address());
         let events = EventPool::new(&device, EVENTS, false)?;
         let (memory, pinned) = (Some(memory), Some(pinned));
-        let machine = Driven { device, layout, moves, events, streams, copies, memory, pinned };
+        let machine =
+            Driven { device, layout, moves, nodes, events, streams, copies, memory, pinned };
         Ok(Self::of(Parts {
             machine: Box::new(machine),
             streams: lanes,
@@ -324,12 +345,13 @@ impl Gpu {
             me,
             shape,
             window,
+            across,
         }))
     }
 
     /// A layer over memory that has been taken and filled.
     pub(super) fn of(parts: Parts<'_>) -> Self {
-        let Parts { machine, streams, far, sizes, side, shape, window, .. } = parts;
+        let Parts { machine, streams, far, sizes, side, shape, window, across, .. } = parts;
         let (base, reports) = parts.memory;
         let ordinal = machine.properties().ordinal;
         let (id, rank) = parts.me;
@@ -349,12 +371,20 @@ impl Gpu {
                 tickets: AtomicU64::new(0),
             }
         };
+        let moe = with_addresses(moe_shape(shape, rank), tables, side.poisoned, window);
+        let moe = MoeShape { far: far.ranks as u32, ..moe };
+        let crossings = crossings(&moe, shape, across, base + sizes.nodes_at as u64);
+        let crossing = match crossings {
+            Some(_) => (across.nodes.count(), across.sources.len()),
+            None => (0, 0),
+        };
+        let experts = shape.placement.local_experts(rank);
         let handles = Handles::new(
             sizes.handles,
             (id, rank),
             &sizes.handle,
             (base + sizes.handles_at as u64, reports + sizes.summaries_at as u64),
-            counted(shape, shape.placement.local_experts(rank), window.has_staging()),
+            counted(shape, experts, window.has_staging(), crossing),
         );
         let slots = SlotStates {
             free_at: (0..shape.slots).map(|_| None).collect(),
@@ -362,10 +392,8 @@ impl Gpu {
         };
         Self {
             ordinal,
-            shape: MoeShape {
-                far: far.ranks as u32,
-                ..with_addresses(moe_shape(shape, rank), tables, side.poisoned, window)
-            },
+            shape: moe,
+            crossings,
             in_parts_from: far.in_parts_from,
             plans: Mutex::new(Plans { given: parts.tuning, ..Plans::default() }),
             sms: parts.sms,
@@ -381,8 +409,19 @@ impl Gpu {
 }
 
 /// What a handle tells the host, on a rank of so many experts.
-fn counted(shape: &Resolved, experts: usize, far: bool) -> Counted {
-    Counted { experts, ranks: shape.world, physical: shape.placement.physical(), far }
+fn counted(shape: &Resolved, experts: usize, far: bool, nodes: (usize, usize)) -> Counted {
+    let (ranks, physical) = (shape.world, shape.placement.physical());
+    Counted { experts, ranks, physical, far, nodes }
+}
+
+/// What a layer has for nodes in memory at `base`, if tokens cross some.
+fn crossings(moe: &MoeShape, shape: &Resolved, across: &Across, base: u64) -> Option<Crossings> {
+    let sizes = NodeSizes::new(shape).filter(|_| moe.far > 0)?;
+    let nodes = (across.nodes.count(), across.nodes.of(moe.rank as usize), across.sources.len());
+    let most = (shape.max_tokens, shape.max_forward_rows);
+    let lanes: Vec<u64> = (0..shape.lanes).map(|lane| sizes.lane(base, lane)).collect();
+    let splits = lanes.iter().map(|&lane| sizes.split(lane)).collect();
+    Some(Crossings::new(moe, sizes.tables(base), nodes, most, (lanes, splits)))
 }
 
 fn with_addresses(

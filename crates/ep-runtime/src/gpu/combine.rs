@@ -6,7 +6,7 @@ use ep_kernels::PayloadKind;
 use ep_kernels::cuda::moe::{CombineArgs, MAX_BIASES, MoeOutFormat, MoeWork, ReduceArgs};
 use ep_transport::Queue;
 
-use crate::combine::{CombineOpts, Combined, OP, REDUCED, WEIGHTED};
+use crate::combine::{CombineOpts, Combined, NODE_REDUCED, OP, REDUCED, WEIGHTED};
 use crate::ep::Inner;
 use crate::lane::LaneGuard;
 use crate::notify::{self, Header, Phase};
@@ -16,6 +16,7 @@ use crate::slots::Slot;
 use crate::{EpError, Event, Handle, Layout, Memory, Precision, Result};
 
 use super::machine::Point;
+use super::nodes::Homeward;
 use super::plans::Moving;
 use super::{Gpu, Turn};
 
@@ -30,6 +31,8 @@ pub(crate) struct Folding {
     format: OutFormat,
     per_rank: bool,
     weighted: bool,
+    /// Nodes are summed first.
+    per_node: bool,
     /// Both halves come at once: flags are raised only where they are awaited, in one step with that.
     whole: bool,
     /// Whether the stream waits for the announcements already.
@@ -92,6 +95,7 @@ impl Folding {
         gpu.after_filling(memory, &turn)?;
         let expert_major = matches!(routing.layout, Layout::ExpertMajor { .. });
         let reduced = expert_major && opts.precision == Precision::Reduced;
+        let per_node = opts.precision == Precision::NodeReduced;
         let travelling = if reduced {
             let to = OutFormat::rank_major(None, kind, ep.shape.hidden, ep.shape.topk);
             let args = ReduceArgs {
@@ -117,7 +121,9 @@ impl Folding {
             layout: routing.layout.code(),
             payload: kind.code(),
             received: result.received.map_or(0, |k| k.code() + 1),
-            options: u64::from(reduced) * REDUCED + u64::from(opts.weighted) * WEIGHTED,
+            options: u64::from(reduced) * REDUCED
+                + u64::from(opts.weighted) * WEIGHTED
+                + u64::from(per_node) * NODE_REDUCED,
             ..Header::default()
         };
         // Where ranks are not mapped, steps come between the flags.
@@ -139,6 +145,7 @@ impl Folding {
             format,
             per_rank,
             weighted,
+            per_node,
             whole,
             gathered,
             turn,
@@ -189,18 +196,25 @@ impl Folding {
             }
             Err(error) => Err(error),
         };
-        let pushed = pushed.and_then(|()| match ep.bulk.is_empty() {
-            true => Ok(()),
-            false => gpu(&ep).signal(&ep, &self.turn, Phase::Sent, &ep.flagged),
-        });
+        let pushed = pushed.and_then(|()| gpu(&ep).tell_sent(&ep, &self.turn));
         pushed.map_err(|e| ep.give_up(OP, e))
     }
 
     fn send_home(&self) -> Result<()> {
         let (ep, slot) = (&self.lane.ep, self.slot.as_ref().expect("held to the end").index());
         let memory = self.handle.routing.gpu.as_ref().expect("on a GPU");
+        if self.per_node {
+            return self.gpu().send_sums(ep, &self.turn, &self.homeward(&self.any_arguments()));
+        }
         let rows = (slot, self.format.stride, self.per_rank);
         self.gpu().send_home(ep, &self.turn, memory.told(), rows)
+    }
+
+    fn homeward<'a>(&'a self, args: &'a CombineArgs) -> Homeward<'a> {
+        let shape = &self.lane.ep.shape;
+        let crossing = OutFormat::rank_major(None, self.kind, shape.hidden, shape.topk);
+        let memory = self.handle.routing.gpu.as_ref().expect("on a GPU");
+        Homeward { args, crossing: out_format(&crossing), memory }
     }
 
     /// Sums once the rows of ranks that are not mapped have come home.
@@ -210,8 +224,16 @@ impl Folding {
 
     fn submit_sum(&self, args: &CombineArgs) -> Result<()> {
         let (ep, gpu) = (&self.lane.ep, self.gpu());
-        gpu.await_sent(ep, &self.turn)?;
+        let per_node = self.per_node && gpu.is_far();
+        if per_node && self.refused.is_none() {
+            gpu.sum_own(ep, &self.turn, &self.homeward(args))?;
+        }
+        gpu.await_sent(ep, &self.turn, "combine, blocks")?;
         if self.refused.is_some() {
+            return gpu.signal(ep, &self.turn, Phase::Done, &ep.flagged);
+        }
+        if per_node {
+            gpu.sum_nodes(ep, &self.turn, &self.homeward(args))?;
             return gpu.signal(ep, &self.turn, Phase::Done, &ep.flagged);
         }
         let plan = gpu.plan(Moving::Combine, args.hidden * args.dtype.size() as u32);
@@ -253,7 +275,10 @@ impl Folding {
     /// Checks where `out` and what belongs to it is, and says it to the kernel.
     fn arguments(&self, out: &mut Combined<'_>) -> Result<CombineArgs> {
         let (ep, gpu) = (&self.lane.ep, self.gpu());
-        let memory = self.handle.routing.gpu.as_ref().expect("on a GPU");
+        if self.per_node && !gpu.is_far() && !out.biases.is_empty() {
+            let detail = "Precision::NodeReduced with biases on one node of GPUs; use Exact";
+            return Err(EpError::argument(OP, detail));
+        }
         if out.biases.len() > MAX_BIASES {
             let detail = format!("{} biases; a GPU adds up to {MAX_BIASES}", out.biases.len());
             return Err(EpError::argument(OP, detail));
@@ -285,22 +310,36 @@ impl Folding {
             _ => 0,
         };
         Ok(CombineArgs {
+            out: address,
+            out_stride: out.rows.stride() as u64,
+            biases,
+            bias_count: out.biases.len() as u32,
+            weights_home,
+            ..self.any_arguments()
+        })
+    }
+
+    /// What does not depend on where sums go.
+    fn any_arguments(&self) -> CombineArgs {
+        let (ep, gpu) = (&self.lane.ep, self.gpu());
+        CombineArgs {
             shape: gpu.shape,
-            routing: memory.routing,
+            routing: self.handle.routing.gpu.as_ref().expect("on a GPU").routing,
             op: gpu.op(ep, &self.turn, self.whole),
             dtype: self.kind.dtype(),
             hidden: ep.shape.hidden as u32,
             format: out_format(&self.format),
             per_rank: self.per_rank,
             weighted: self.weighted,
-            out: address,
-            out_stride: out.rows.stride() as u64,
-            biases,
-            bias_count: out.biases.len() as u32,
-            weights_home,
+            out: 0,
+            out_stride: 0,
+            biases: [(0, 0); MAX_BIASES],
+            bias_count: 0,
+            weights_home: 0,
+            carried_at: 0,
             // Else the verdict has been given: peers may be ahead when this runs.
             check: !gpu.is_far(),
-        })
+        }
     }
 
     /// Everything peers wait for, without sums.
@@ -309,7 +348,7 @@ impl Folding {
         let gpu = gpu(&ep);
         self.submit_gather()?;
         self.push()?;
-        gpu.await_sent(&ep, &self.turn)?;
+        gpu.await_sent(&ep, &self.turn, "combine, blocks")?;
         gpu.signal(&ep, &self.turn, Phase::Done, &ep.flagged)?;
         gpu.wait(&ep, &self.turn, ("combine, read by all", Phase::Done), &ep.flagged)?;
         gpu.flush(&ep, &self.turn)?;

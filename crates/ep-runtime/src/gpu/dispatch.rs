@@ -4,10 +4,7 @@
 use std::sync::Arc;
 
 use ep_kernels::PayloadKind;
-use ep_kernels::cuda::moe::{
-    DispatchArgs, ExpandArgs, ExpandPlaces, IdsKind, LayoutArgs, MoeExpertFormat, MoeRowFormat,
-    MoeWork, PlanArgs, TailArgs,
-};
+use ep_kernels::cuda::moe::{DispatchArgs, IdsKind, LayoutArgs, MoeWork, PlanArgs};
 use ep_transport::Queue;
 
 use crate::dispatch::{CAPACITY, PHYSICAL_IDS};
@@ -82,7 +79,10 @@ impl Sending {
         let mut sending = Self::post(ep, queue, payload, route, opts, joined)?;
         sending.advance(payload)?;
         match sending.settle() {
-            Ok(()) => Ok(sending),
+            Ok(()) => {
+                sending.forward()?;
+                Ok(sending)
+            }
             Err(error) => Err(sending.refuse(error)),
         }
     }
@@ -169,7 +169,10 @@ impl Sending {
                     physical_ids: opts.physical_ids,
                     scratch: gpu.lane(self.turn.lane).scratch,
                     blocks: gpu.sms,
+                    crossing: 0,
+                    nodes: 0,
                 };
+                let args = gpu.lay_out_nodes(&self.turn, memory, args)?;
                 // SAFETY: ids and weights are where the caller says (checked), everything else is
                 // memory of this layer.
                 unsafe { gpu.submit(&self.turn, &MoeWork::Layout(&args))? };
@@ -211,16 +214,18 @@ impl Sending {
             };
             let (shape, routing, summary) = (gpu.shape, memory.routing, memory.summary);
             let scratch = gpu.lane(turn.lane).scratch;
-            let args = PlanArgs { shape, routing, op, alignment, summary, scratch };
+            let crossing = gpu.crossing(memory);
+            let args = PlanArgs { shape, routing, op, alignment, crossing, summary, scratch };
             // SAFETY: all addresses are of this layer's memory.
             unsafe { gpu.submit(turn, &MoeWork::Plan(&args))? };
         } else {
             gpu.judge(ep, turn)?;
         }
         let format = gpu.row_format(ep, self.kind);
+        let (shape, routing) = gpu.outward(memory);
         let args = DispatchArgs {
-            shape: gpu.shape,
-            routing: memory.routing,
+            shape,
+            routing,
             op,
             format,
             payload: payload.rows.as_ptr() as u64,
@@ -270,10 +275,24 @@ impl Sending {
         if far {
             let slot = self.slot.as_ref().expect("held until it becomes a result").index();
             let stride = gpu.row_format(&ep, self.kind).stride as usize;
-            let sent = gpu.send_rows(&ep, &self.turn, self.memory(), &self.parts, (slot, stride));
+            let (turn, memory) = (&self.turn, self.memory());
+            let sent = match gpu.crosses() {
+                true => gpu.send_blocks(&ep, turn, memory.told(), stride),
+                false => gpu.send_rows(&ep, turn, memory, &self.parts, (slot, stride)),
+            };
             sent.map_err(|e| ep.give_up(OP, e))?;
         }
         Ok(())
+    }
+
+    /// Where tokens cross nodes once, passes those of others on.
+    fn forward(&self) -> Result<()> {
+        let (ep, gpu) = (&self.lane.ep, self.gpu());
+        if !gpu.crosses() {
+            return Ok(());
+        }
+        let forwarded = gpu.forward(ep, &self.turn, self.memory(), (self.kind, self.cached));
+        forwarded.map_err(|e| ep.give_up(OP, e))
     }
 
     /// Ends a dispatch that all ranks refused.
@@ -402,59 +421,6 @@ impl Gpu {
         }
         Ok(handle)
     }
-
-    fn row_format(&self, ep: &Inner, kind: PayloadKind) -> MoeRowFormat {
-        // Sizes were checked when the layer was built.
-        MoeRowFormat::new(&ep.shape.formats(kind).0).unwrap_or_default()
-    }
-
-    fn expert_format(&self, ep: &Inner, kind: PayloadKind) -> MoeExpertFormat {
-        MoeExpertFormat::new(&ep.shape.formats(kind).1).unwrap_or_default()
-    }
-
-    fn expand(
-        &self,
-        ep: &Inner,
-        turn: &Turn,
-        memory: &HandleMemory,
-        kind: PayloadKind,
-        cached: bool,
-    ) -> Result<()> {
-        let (shape, routing, op) = (self.shape, memory.routing, self.op(ep, turn, false));
-        let row = self.row_format(ep, kind);
-        if !cached {
-            let scratch = self.lane(turn.lane).scratch;
-            let places =
-                ExpandPlaces { shape, routing, op, format: row, scratch, blocks: self.sms };
-            // SAFETY: all addresses are of this layer's memory.
-            unsafe { self.submit(turn, &MoeWork::Places(&places))? };
-        }
-        let args = ExpandArgs { shape, routing, op, row, expert: self.expert_format(ep, kind) };
-        let plan = self.plan(Moving::Expand, row.payload_bytes);
-        // SAFETY: all addresses are of this layer's memory.
-        unsafe { self.submit(turn, &MoeWork::Expand(&plan, &args)) }
-    }
-
-    fn mark_tail(
-        &self,
-        ep: &Inner,
-        turn: &Turn,
-        memory: &HandleMemory,
-        kind: PayloadKind,
-        layout: Layout,
-    ) -> Result<()> {
-        let args = TailArgs {
-            shape: self.shape,
-            routing: memory.routing,
-            op: self.op(ep, turn, false),
-            expert_major: layout != Layout::RankMajor,
-            row: self.row_format(ep, kind),
-            expert: self.expert_format(ep, kind),
-            blocks: self.sms,
-        };
-        // SAFETY: all addresses are of this layer's memory.
-        unsafe { self.submit(turn, &MoeWork::Tail(&args)) }
-    }
 }
 
 /// [`Ep::dispatch`] for several ranks driven by one thread, phase by phase: everything ranks tell
@@ -481,6 +447,7 @@ pub(crate) fn dispatch_all(
         // A bad verdict is everyone's.
         return Err(sending.into_iter().fold(error, |error, one| one.refuse(error)));
     }
+    sending.iter().try_for_each(Sending::forward)?;
     let with_queue = sending.into_iter().enumerate();
     with_queue.map(|(i, one)| one.recv(queues[i % queues.len()])).collect()
 }

@@ -35,9 +35,9 @@ const PARTS: usize = 4;
 
 /// Blocks of one transfer, kept for their memory.
 #[derive(Debug, Default)]
-pub(super) struct Blocks {
-    sends: Vec<Put>,
-    receives: Vec<Receive>,
+pub(crate) struct Blocks {
+    pub sends: Vec<Put>,
+    pub receives: Vec<Receive>,
 }
 
 /// Where a stream has packed each part of the rows of a dispatch: as many as there are parts, or
@@ -137,7 +137,8 @@ impl Gpu {
     /// Into how many parts rows go: the same on all ranks.
     fn parts(&self, ep: &Inner, stride: usize) -> usize {
         let large = ep.shape.max_tokens * stride >= self.in_parts_from;
-        if self.is_far() && large { PARTS } else { 1 }
+        // Blocks for nodes are small: rails wait for whole ones.
+        if self.is_far() && large && !self.crosses() { PARTS } else { 1 }
     }
 
     /// Moves all tokens' rows. Where some go to ranks that are not mapped that is done in parts, of
@@ -263,9 +264,8 @@ impl Gpu {
             return Ok(());
         }
         let mut blocks = self.lane(turn.lane).blocks.lock();
+        blocks.clear();
         let Blocks { sends, receives } = &mut *blocks;
-        sends.clear();
-        receives.clear();
         for &peer in &ep.paired {
             let (from, _, bytes) = staged(peer);
             let (first, rows) = part.rows(told.from[peer] as usize);
@@ -295,11 +295,9 @@ impl Gpu {
         told: &Told,
         (slot, stride, per_rank): (usize, usize, bool),
     ) -> Result<()> {
-        let queue = &self.lane(turn.lane).queue;
         let mut blocks = self.lane(turn.lane).blocks.lock();
+        blocks.clear();
         let Blocks { sends, receives } = &mut *blocks;
-        sends.clear();
-        receives.clear();
         for &home in ep.bulk.iter().chain(&ep.paired) {
             match per_rank {
                 true => sends.push(row_block(ep, turn, told, home, (slot, stride))),
@@ -323,6 +321,18 @@ impl Gpu {
                 to += bytes;
             }
         }
+        self.send(ep, turn, ("combine, blocks", Phase::Done), &mut blocks)
+    }
+
+    /// Puts blocks to those that are put to, and exchanges those of the others.
+    pub fn send(
+        &self,
+        ep: &Inner,
+        turn: &Turn,
+        op: (&'static str, Phase),
+        blocks: &mut Blocks,
+    ) -> Result<()> {
+        let queue = &self.lane(turn.lane).queue;
         blocks.drop_empty();
         let sends = &mut blocks.sends;
         let is_bulk = |put: &Put| ep.bulk.contains(&put.peer);
@@ -331,15 +341,23 @@ impl Gpu {
         if ep.paired.is_empty() {
             return Ok(());
         }
-        self.exchange(ep, turn, ("combine, blocks", Phase::Done), queue, &blocks)
+        self.exchange(ep, turn, op, queue, blocks)
     }
 
-    /// Waits, on the stream, until rows have come home from those that put them here.
-    pub fn await_sent(&self, ep: &Inner, turn: &Turn) -> Result<()> {
+    /// Tells all, where some are put to, that this rank's blocks are there.
+    pub fn tell_sent(&self, ep: &Inner, turn: &Turn) -> Result<()> {
         if ep.bulk.is_empty() {
             return Ok(());
         }
-        self.wait(ep, turn, ("combine, blocks", Phase::Sent), &ep.flagged)
+        self.signal(ep, turn, Phase::Sent, &ep.flagged)
+    }
+
+    /// Waits, on the stream, until blocks have come from those that put them here.
+    pub fn await_sent(&self, ep: &Inner, turn: &Turn, op: &'static str) -> Result<()> {
+        if ep.bulk.is_empty() {
+            return Ok(());
+        }
+        self.wait(ep, turn, (op, Phase::Sent), &ep.flagged)
     }
 
     /// Waits until what was put may be overwritten: on a stream that is a matter of order.
@@ -357,6 +375,11 @@ impl Gpu {
 }
 
 impl Blocks {
+    pub fn clear(&mut self) {
+        self.sends.clear();
+        self.receives.clear();
+    }
+
     fn drop_empty(&mut self) {
         self.sends.retain(|put| put.bytes > 0);
         self.receives.retain(|receive| receive.bytes > 0);

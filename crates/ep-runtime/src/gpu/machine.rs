@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use cudarc::driver::sys::CUstream;
-use ep_kernels::cuda::moe::{LayoutKernels, MoeWork, MoveKernels};
+use ep_kernels::cuda::moe::{LayoutKernels, MoeWork, MoveKernels, NodeKernels};
 use ep_kernels::cuda::{
     CaptureRelaxed, CudaError, Device, DeviceMemory, DeviceProperties, Event, EventPool,
     MappedHost, PointerPlace, Stream,
@@ -106,6 +106,8 @@ pub(super) struct Driven {
     pub device: Device,
     pub layout: LayoutKernels,
     pub moves: MoveKernels,
+    /// Where tokens cross nodes once.
+    pub nodes: Option<NodeKernels>,
     pub events: Arc<EventPool>,
     /// Those of lanes.
     pub streams: Vec<Stream>,
@@ -163,7 +165,7 @@ impl Machine for Driven {
 
     unsafe fn submit(&self, stream: CUstream, work: &MoeWork<'_>) -> Driver<()> {
         // SAFETY: by this function's contract.
-        unsafe { work.submit(stream, &self.layout, &self.moves) }
+        unsafe { work.submit(stream, &self.layout, &self.moves, self.nodes.as_ref()) }
     }
 
     fn is_done_in_capture(&self, point: &dyn Point) -> Driver<bool> {

@@ -12,6 +12,7 @@ use crate::shape::Resolved;
 use crate::{EpError, Result};
 
 use super::machine::Point;
+use super::nodes::{HandleNodes, NodeSizes, ToldNodes};
 use super::{Gpu, Ticket, Turn, cuda};
 
 /// Arrays in device memory start at multiples of this.
@@ -29,6 +30,8 @@ pub(crate) struct Told {
     pub to: Vec<u32>,
     /// Where there are ranks that are not mapped.
     pub far: ToldFar,
+    /// Where tokens cross nodes once.
+    pub nodes: ToldNodes,
 }
 
 /// What the host has to know of rows for and from ranks that are not mapped; by rank, unless it says
@@ -57,14 +60,17 @@ pub(crate) struct Counted {
     pub physical: usize,
     /// Ranks may not be mapped.
     pub far: bool,
+    /// Where tokens cross nodes once, how many there are, and the ranks whose tokens one forwards.
+    pub nodes: (usize, usize),
 }
 
 impl Counted {
     /// The numbers of a summary.
     fn numbers(&self) -> usize {
-        let Self { experts, ranks, physical, far } = *self;
+        let Self { experts, ranks, physical, far, nodes: (nodes, sources) } = *self;
         let near = 2 + experts + experts + 1 + 2 * ranks;
-        near + if far { (3 + experts + PIECES) * ranks + physical } else { 0 }
+        let crossing = 2 * nodes + 3 * sources;
+        near + if far { (3 + experts + PIECES) * ranks + physical + crossing } else { 0 }
     }
 }
 
@@ -72,6 +78,8 @@ impl Counted {
 #[derive(Debug)]
 pub(crate) struct HandleMemory {
     pub routing: MoeRouting,
+    /// Where tokens cross nodes once.
+    pub nodes: Option<HandleNodes>,
     /// Where the GPU writes what [`Told`] holds.
     pub summary: u64,
     sizes: Counted,
@@ -114,7 +122,7 @@ impl HandleMemory {
 
     /// Reads what the GPU told, once its verdict is known.
     fn read(&self, told: &mut Told) {
-        let Counted { experts, ranks, physical, far } = self.sizes;
+        let Counted { experts, ranks, physical, far, nodes: (nodes, sources) } = self.sizes;
         let count = self.sizes.numbers();
         let at = self.summary as *const i32;
         // SAFETY: the summary is page-locked memory of this layer with room for `count` numbers,
@@ -143,6 +151,9 @@ impl HandleMemory {
             take(&mut told.far.experts, ranks * experts);
             take(&mut told.far.sent, physical);
             take(&mut told.far.pieces, PIECES * ranks);
+            take(&mut told.nodes.to, nodes);
+            take(&mut told.nodes.counts, nodes);
+            told.nodes.read_incoming(&rest[..3 * sources]);
         }
     }
 
@@ -202,6 +213,8 @@ impl HandleMemory {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct HandleSizes {
     offsets: [usize; 20],
+    /// Where what is for nodes is, if there is any.
+    nodes: Option<(usize, NodeSizes)>,
     /// Bytes of device memory.
     pub device: usize,
     /// Bytes of page-locked memory.
@@ -247,7 +260,14 @@ impl HandleSizes {
             at += bytes.next_multiple_of(ALIGN);
             start
         });
-        Self { offsets, device: at, pinned: (4 * counted.numbers()).next_multiple_of(64) }
+        let nodes = NodeSizes::new(shape).map(|sizes| (at, sizes));
+        let device = at + nodes.map_or(0, |(_, sizes)| sizes.per_handle);
+        Self { offsets, nodes, device, pinned: (4 * counted.numbers()).next_multiple_of(64) }
+    }
+
+    /// What the handle at `base` has for nodes.
+    pub fn nodes(&self, base: u64) -> Option<HandleNodes> {
+        self.nodes.map(|(at, sizes)| sizes.of_handle(base + at as u64))
     }
 
     pub fn routing(&self, base: u64) -> MoeRouting {
@@ -317,8 +337,10 @@ impl Handles {
     ) -> Self {
         let handle = |i: usize| {
             let mut handle = HandleInner::new(ep, rank);
+            let base = device + (i * sizes.device) as u64;
             handle.gpu = Some(HandleMemory {
-                routing: sizes.routing(device + (i * sizes.device) as u64),
+                routing: sizes.routing(base),
+                nodes: sizes.nodes(base),
                 summary: pinned + (i * sizes.pinned) as u64,
                 sizes: counted,
                 told: Told::default(),

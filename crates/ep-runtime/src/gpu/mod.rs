@@ -13,9 +13,11 @@ mod check;
 mod combine;
 mod copies;
 mod dispatch;
+mod expand;
 mod far;
 mod machine;
 mod memory;
+mod nodes;
 mod plans;
 mod report;
 #[cfg(test)]
@@ -36,6 +38,7 @@ pub(crate) use combine::{Folding, combine_all};
 pub(crate) use dispatch::{Sending, dispatch_all};
 pub(crate) use machine::{Machine, Point};
 pub(crate) use memory::{HandleMemory, Handles, Told};
+pub(crate) use nodes::NodeSizes;
 pub use plans::PlanOrigin;
 pub(crate) use plans::{Found, Moving, Plans};
 pub(crate) use report::Ticket;
@@ -109,6 +112,8 @@ pub(crate) struct Gpu {
     sizes: Sizes,
     /// Payloads of so many bytes go to ranks that are not mapped in parts.
     in_parts_from: usize,
+    /// Where tokens cross nodes once.
+    crossings: Option<nodes::Crossings>,
 }
 
 /// A lane's stream and its memory.
@@ -159,7 +164,7 @@ fn cuda<T>(result: std::result::Result<T, CudaError>) -> Result<T> {
 impl Gpu {
     /// Other launches from now on.
     pub fn retune(&self, tuning: Tuning) -> Result<()> {
-        tuning.check(self.shape.world as usize, self.machine.properties())?;
+        tuning.check(self.columns(), self.machine.properties())?;
         self.plans.lock().given = tuning;
         Ok(())
     }

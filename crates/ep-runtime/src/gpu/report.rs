@@ -118,6 +118,7 @@ impl Gpu {
         let (what, reserved, setting) = match report.what {
             0 => ("rank-major rows", shape.max_rows, "max_rows"),
             1 => ("expert-major rows", shape.max_expert_rows, "max_expert_rows"),
+            3 => ("rows to forward", shape.max_forward_rows, "max_forward_rows"),
             _ => ("rows", shape.max_rows, "max_rows"),
         };
         let (rank, needed) = (report.rank as usize, report.needed as usize);

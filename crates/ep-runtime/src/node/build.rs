@@ -1,15 +1,13 @@
 //! What a layer is built with that concerns nodes.
 
 use super::{Hierarchy, Nodes, Rails};
-#[cfg(feature = "cuda")]
-use crate::EpError;
 use crate::Result;
-use crate::ep::{EpBuilder, Place};
+use crate::ep::EpBuilder;
 use crate::shape::Resolved;
 
 impl EpBuilder {
     /// How tokens get to ranks of other nodes. Nodes are the classes of ranks whose windows are mapped
-    /// by each other. Not for GPUs yet.
+    /// by each other.
     pub fn hierarchy(mut self, hierarchy: Hierarchy) -> Self {
         self.hierarchy = hierarchy;
         self
@@ -17,19 +15,14 @@ impl EpBuilder {
 
     /// The shape for `world` ranks, sized for what crosses nodes.
     pub(crate) fn resolve(&self, world: usize) -> Result<Resolved> {
-        let rails = match (self.hierarchy, self.place) {
-            (Hierarchy::Flat, _) => None,
-            (Hierarchy::Node, Place::Host) => Some(match (self.nodes(world), &self.transport) {
+        let rails = match self.hierarchy {
+            Hierarchy::Flat => None,
+            Hierarchy::Node => Some(match (self.nodes(world), &self.transport) {
                 (Some(nodes), _) => nodes.rails(),
                 (None, Some(_)) => Rails::any(world),
                 // All ranks are on this host.
                 (None, None) => Rails { nodes: 1, sources: 0 },
             }),
-            #[cfg(feature = "cuda")]
-            (Hierarchy::Node, Place::Cuda(_)) => {
-                let detail = "Hierarchy::Node is not there for GPUs yet; use Hierarchy::Flat";
-                return Err(EpError::argument("plan", detail));
-            }
         };
         self.shape.resolve(world, (self.slots, self.lanes), rails)
     }

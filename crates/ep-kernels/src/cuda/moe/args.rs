@@ -1,12 +1,140 @@
-//! What the kernels that move rows are told. Addresses are device addresses.
+//! What kernels are told. Addresses are device addresses.
 
 use super::move_plan::MovePlan;
-use super::params::{MoeExpertFormat, MoeOp, MoeOutFormat, MoeRouting, MoeRowFormat, MoeShape};
+use super::nodes::MoeCrossing;
+use super::params::{
+    MoeExpertFormat, MoeHeader, MoeOp, MoeOutFormat, MoeRouting, MoeRowFormat, MoeShape,
+};
 use crate::DType;
 use crate::cuda::device::DeviceProperties;
 
 /// Biases that one combine can add.
 pub const MAX_BIASES: usize = 8;
+
+/// The type of expert ids.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u32)]
+pub enum IdsKind {
+    /// `u32`; `u32::MAX` for none.
+    U32 = 0,
+    /// `i32`; −1 for none.
+    I32 = 1,
+    /// `i64`; −1 for none.
+    I64 = 2,
+}
+
+/// Laying out this rank's tokens and announcing it. Addresses are device addresses.
+#[derive(Clone, Copy, Debug)]
+pub struct LayoutArgs {
+    /// The layer.
+    pub shape: MoeShape,
+    /// The routing that is made.
+    pub routing: MoeRouting,
+    /// The operation.
+    pub op: MoeOp,
+    /// The announcement, as far as the host knows it.
+    pub header: MoeHeader,
+    /// `[T * K]` ids.
+    pub ids: u64,
+    /// Their type.
+    pub ids_kind: IdsKind,
+    /// `f32 [T * K]`; 0 for weights of 1.
+    pub weights: u64,
+    /// Ids name physical experts.
+    pub physical_ids: bool,
+    /// [`layout_scratch_bytes`](super::layout_scratch_bytes) of this lane.
+    pub scratch: u64,
+    /// Blocks.
+    pub blocks: u32,
+    /// `u32 [nodes]`: how many tokens cross to each node, which is announced too.
+    pub crossing: u64,
+    /// Nodes, where tokens cross them once; else 0.
+    pub nodes: u32,
+}
+
+/// Announcing an operation whose counts are known.
+#[derive(Clone, Copy, Debug)]
+pub struct AnnounceArgs {
+    /// The layer.
+    pub shape: MoeShape,
+    /// The operation.
+    pub op: MoeOp,
+    /// The announcement, as far as the host knows it.
+    pub header: MoeHeader,
+    /// The [`super::MoeHandleHeader`] of the handle it refers to, or 0.
+    pub handle: u64,
+}
+
+/// Deciding on an operation whose counts are known, for the host. Addresses are device addresses.
+#[derive(Clone, Copy, Debug)]
+pub struct JudgeArgs {
+    /// The layer.
+    pub shape: MoeShape,
+    /// The operation.
+    pub op: MoeOp,
+}
+
+/// Deciding on an uncached dispatch.
+#[derive(Clone, Copy, Debug)]
+pub struct PlanArgs {
+    /// The layer.
+    pub shape: MoeShape,
+    /// The routing that is completed.
+    pub routing: MoeRouting,
+    /// The operation.
+    pub op: MoeOp,
+    /// Rows of experts are padded to multiples of it; 0 for rank-major rows.
+    pub alignment: u32,
+    /// Where tokens cross nodes once; else nothing.
+    pub crossing: MoeCrossing,
+    /// `i32 [2 + E + E + 1 + 2 R]` in host memory, E local experts: rows, expert-major rows, counts,
+    /// offsets, rows from and to each rank. Where ranks are not mapped, `i32 [3 R + R E + P + PIECES R]`
+    /// follow: where this rank's rows start at each rank, and in its staging when they go home, one per
+    /// token and one per expert; rows from each rank for each local expert; this rank's rows for each
+    /// expert; [`MoeRouting::pieces`]. Where tokens cross nodes once, `i32 [2 N + 3 S]` follow: by node,
+    /// where this rank's block starts in its rail's staging and its rows; by source that this rank
+    /// forwards, its rows, where they start in this rank's staging, and where those of this node start
+    /// among the rows that come home to the source, one per (token, node).
+    pub summary: u64,
+    /// [`layout_scratch_bytes`](super::layout_scratch_bytes) of this lane.
+    pub scratch: u64,
+}
+
+/// Numbering received rows by expert.
+#[derive(Clone, Copy, Debug)]
+pub struct ExpandPlaces {
+    /// The layer.
+    pub shape: MoeShape,
+    /// The routing that is completed.
+    pub routing: MoeRouting,
+    /// The operation.
+    pub op: MoeOp,
+    /// Received rows.
+    pub format: MoeRowFormat,
+    /// [`layout_scratch_bytes`](super::layout_scratch_bytes) of this lane.
+    pub scratch: u64,
+    /// Blocks.
+    pub blocks: u32,
+}
+
+/// Marking the rows behind the last.
+#[derive(Clone, Copy, Debug)]
+pub struct TailArgs {
+    /// The layer.
+    pub shape: MoeShape,
+    /// The routing.
+    pub routing: MoeRouting,
+    /// The operation.
+    pub op: MoeOp,
+    /// Expert-major rows, else rank-major ones.
+    pub expert_major: bool,
+    /// Rank-major rows.
+    pub row: MoeRowFormat,
+    /// Experts' rows.
+    pub expert: MoeExpertFormat,
+    /// Blocks.
+    pub blocks: u32,
+}
 
 /// A dispatch's move. Addresses are device addresses.
 #[derive(Clone, Copy, Debug)]
@@ -99,6 +227,8 @@ pub struct CombineArgs {
     pub bias_count: u32,
     /// `f32 [T * K]` for the weights that rows carry; 0 for none.
     pub weights_home: u64,
+    /// Where in a sum the weights that its rows carry go instead, `f32 [K]`; 0 for `weights_home`.
+    pub carried_at: u32,
     /// The announcements decide whether rows are read.
     pub check: bool,
 }

@@ -2,7 +2,9 @@
 
 use cudarc::driver::sys::CUstream;
 
+use super::args::{AnnounceArgs, ExpandPlaces, JudgeArgs, LayoutArgs, PlanArgs, TailArgs};
 use super::moves::MOE_HEADER;
+use super::nodes::MoeCrossing;
 use super::params::{MoeExpertFormat, MoeHeader, MoeOp, MoeRouting, MoeRowFormat, MoeShape};
 use crate::cuda::compile::{Arch, Compiler};
 use crate::cuda::device::Device;
@@ -29,10 +31,11 @@ pub(crate) static LAYOUT: KernelSource = KernelSource {
         ids,
         weights,
         scratch,
+        crossing,
         kind,
         physical_ids,
         shared_words,
-        reserved
+        nodes
     })],
 };
 
@@ -60,7 +63,30 @@ pub(crate) static PLAN: KernelSource = KernelSource {
     layouts: &[
         layout!(MoeAnnounceParams { shape, op, header, handle }),
         layout!(MoeJudgeParams { shape, op }),
-        layout!(MoePlanParams { shape, routing, op, summary, scratch, alignment, reserved }),
+        layout!(MoeCrossing {
+            node_of,
+            rails,
+            sources,
+            counts,
+            sent_base,
+            staged,
+            places,
+            expert_places,
+            nodes,
+            incoming,
+            max_rows,
+            reserved
+        }),
+        layout!(MoePlanParams {
+            shape,
+            routing,
+            op,
+            crossing,
+            summary,
+            scratch,
+            alignment,
+            reserved
+        }),
         layout!(MoeTailParams { shape, routing, op, row, expert, expert_major, reserved }),
     ],
 };
@@ -75,10 +101,11 @@ struct MoeLayoutParams {
     ids: u64,
     weights: u64,
     scratch: u64,
+    crossing: u64,
     kind: u32,
     physical_ids: u32,
     shared_words: u32,
-    reserved: u32,
+    nodes: u32,
 }
 
 #[repr(C)]
@@ -115,6 +142,7 @@ struct MoePlanParams {
     shape: MoeShape,
     routing: MoeRouting,
     op: MoeOp,
+    crossing: MoeCrossing,
     summary: u64,
     scratch: u64,
     alignment: u32,
@@ -145,128 +173,12 @@ macro_rules! params {
     };
 }
 params! {
-    MoeLayoutParams = 128 + 168 + 64 + 72 + 3 * 8 + 4 * 4;
+    MoeLayoutParams = 128 + 168 + 64 + 72 + 4 * 8 + 4 * 4;
     MoePlacesParams = 128 + 168 + 64 + 32 + 8 + 2 * 4;
     MoeAnnounceParams = 128 + 64 + 72 + 8;
     MoeJudgeParams = 128 + 64;
-    MoePlanParams = 128 + 168 + 64 + 2 * 8 + 2 * 4;
+    MoePlanParams = 128 + 168 + 64 + 80 + 2 * 8 + 2 * 4;
     MoeTailParams = 128 + 168 + 64 + 32 + 24 + 2 * 4;
-}
-
-/// The type of expert ids.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(u32)]
-pub enum IdsKind {
-    /// `u32`; `u32::MAX` for none.
-    U32 = 0,
-    /// `i32`; −1 for none.
-    I32 = 1,
-    /// `i64`; −1 for none.
-    I64 = 2,
-}
-
-/// Laying out this rank's tokens and announcing it. Addresses are device addresses.
-#[derive(Clone, Copy, Debug)]
-pub struct LayoutArgs {
-    /// The layer.
-    pub shape: MoeShape,
-    /// The routing that is made.
-    pub routing: MoeRouting,
-    /// The operation.
-    pub op: MoeOp,
-    /// The announcement, as far as the host knows it.
-    pub header: MoeHeader,
-    /// `[T * K]` ids.
-    pub ids: u64,
-    /// Their type.
-    pub ids_kind: IdsKind,
-    /// `f32 [T * K]`; 0 for weights of 1.
-    pub weights: u64,
-    /// Ids name physical experts.
-    pub physical_ids: bool,
-    /// [`layout_scratch_bytes`] of this lane.
-    pub scratch: u64,
-    /// Blocks.
-    pub blocks: u32,
-}
-
-/// Announcing an operation whose counts are known.
-#[derive(Clone, Copy, Debug)]
-pub struct AnnounceArgs {
-    /// The layer.
-    pub shape: MoeShape,
-    /// The operation.
-    pub op: MoeOp,
-    /// The announcement, as far as the host knows it.
-    pub header: MoeHeader,
-    /// The [`super::MoeHandleHeader`] of the handle it refers to, or 0.
-    pub handle: u64,
-}
-
-/// Deciding on an operation whose counts are known, for the host. Addresses are device addresses.
-#[derive(Clone, Copy, Debug)]
-pub struct JudgeArgs {
-    /// The layer.
-    pub shape: MoeShape,
-    /// The operation.
-    pub op: MoeOp,
-}
-
-/// Deciding on an uncached dispatch.
-#[derive(Clone, Copy, Debug)]
-pub struct PlanArgs {
-    /// The layer.
-    pub shape: MoeShape,
-    /// The routing that is completed.
-    pub routing: MoeRouting,
-    /// The operation.
-    pub op: MoeOp,
-    /// Rows of experts are padded to multiples of it; 0 for rank-major rows.
-    pub alignment: u32,
-    /// `i32 [2 + E + E + 1 + 2 R]` in host memory, E local experts: rows, expert-major rows, counts,
-    /// offsets, rows from and to each rank. Where ranks are not mapped, `i32 [3 R + R E + P + PIECES R]`
-    /// follow: where this rank's rows start at each rank, and in its staging when they go home, one per
-    /// token and one per expert; rows from each rank for each local expert; this rank's rows for each
-    /// expert; [`MoeRouting::pieces`].
-    pub summary: u64,
-    /// [`layout_scratch_bytes`] of this lane.
-    pub scratch: u64,
-}
-
-/// Numbering received rows by expert.
-#[derive(Clone, Copy, Debug)]
-pub struct ExpandPlaces {
-    /// The layer.
-    pub shape: MoeShape,
-    /// The routing that is completed.
-    pub routing: MoeRouting,
-    /// The operation.
-    pub op: MoeOp,
-    /// Received rows.
-    pub format: MoeRowFormat,
-    /// [`layout_scratch_bytes`] of this lane.
-    pub scratch: u64,
-    /// Blocks.
-    pub blocks: u32,
-}
-
-/// Marking the rows behind the last.
-#[derive(Clone, Copy, Debug)]
-pub struct TailArgs {
-    /// The layer.
-    pub shape: MoeShape,
-    /// The routing.
-    pub routing: MoeRouting,
-    /// The operation.
-    pub op: MoeOp,
-    /// Expert-major rows, else rank-major ones.
-    pub expert_major: bool,
-    /// Rank-major rows.
-    pub row: MoeRowFormat,
-    /// Experts' rows.
-    pub expert: MoeExpertFormat,
-    /// Blocks.
-    pub blocks: u32,
 }
 
 /// Shared memory that counting may take.
@@ -352,10 +264,11 @@ impl LayoutKernels {
             ids: args.ids,
             weights: args.weights,
             scratch: args.scratch,
+            crossing: args.crossing,
             kind: args.ids_kind as u32,
             physical_ids: u32::from(args.physical_ids),
             shared_words,
-            reserved: 0,
+            nodes: args.nodes,
         };
         // SAFETY: the caller's promise; the kernels take these parameters.
         unsafe {
@@ -399,9 +312,11 @@ impl LayoutKernels {
     /// # Errors
     /// The driver's.
     pub unsafe fn plan(&self, stream: CUstream, args: &PlanArgs) -> Result<(), CudaError> {
-        let &PlanArgs { shape, routing, op, alignment, summary, scratch } = args;
+        let &PlanArgs { shape, routing, op, alignment, crossing, summary, scratch } = args;
         let columns = shape.physical + shape.world;
-        let params = MoePlanParams { shape, routing, op, summary, scratch, alignment, reserved: 0 };
+        let reserved = 0;
+        let params =
+            MoePlanParams { shape, routing, op, crossing, summary, scratch, alignment, reserved };
         // SAFETY: the caller's promise; the kernel takes these parameters.
         unsafe { self.plan.launch(stream, &one_block(columns), &params) }
     }

@@ -13,25 +13,28 @@ mod cast;
 mod layout;
 mod move_plan;
 mod moves;
+mod nodes;
 mod params;
 mod work;
 
-pub use args::{CombineArgs, DispatchArgs, ExpandArgs, MAX_BIASES, ReduceArgs};
+pub use args::{
+    AnnounceArgs, CombineArgs, DispatchArgs, ExpandArgs, ExpandPlaces, IdsKind, JudgeArgs,
+    LayoutArgs, MAX_BIASES, PlanArgs, ReduceArgs, TailArgs,
+};
 pub(crate) use cast::CAST;
 pub use cast::{CastArgs, CastKernels};
-pub use layout::{
-    AnnounceArgs, ExpandPlaces, IdsKind, JudgeArgs, LayoutArgs, LayoutKernels, PlanArgs, TailArgs,
-    layout_scratch_bytes,
-};
 pub(crate) use layout::{LAYOUT, PLACES, PLAN};
+pub use layout::{LayoutKernels, layout_scratch_bytes};
 pub use move_plan::{CopyPath, MovePlan, SUM_SHAPES, UNROLLS};
 pub use moves::MoveKernels;
 pub(crate) use moves::{ROWS, SUMS};
+pub use nodes::{BlockArgs, ForwardArgs, MoeCrossing, NodeKernels, SplitArgs};
+pub(crate) use nodes::{FORWARD, NODES};
 pub use params::{
     MoeExpertFormat, MoeHandleHeader, MoeHeader, MoeLane, MoeOp, MoeOutFormat, MoeReport,
     MoeRouting, MoeRowFormat, MoeShape, PIECES, block_tokens, verdict,
 };
-pub use work::{MoeLaunch, MoeWork};
+pub use work::{MoeLaunch, MoeWork, NodeSum};
 
 /// Names the kernels of this build that move rows: another build's may be fastest launched otherwise.
 /// Hexadecimal digits.

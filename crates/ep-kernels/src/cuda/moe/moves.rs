@@ -4,6 +4,7 @@ use cudarc::driver::sys::CUstream;
 
 use super::args::{CombineArgs, DispatchArgs, ExpandArgs, ReduceArgs};
 use super::move_plan::{CopyPath, MovePlan, Mover, ROW_STAGES, SUM_SHAPES, UNROLLS};
+use super::nodes::ForwardArgs;
 use super::params::{
     MoeExpertFormat, MoeOp, MoeOutFormat, MoeRouting, MoeRowFormat, MoeShape, SHARED,
 };
@@ -21,7 +22,7 @@ pub(crate) const MOE_HEADER: (&str, &str, &[crate::cuda::source::Layout]) =
     ("moe.cuh", include_str!("../../../kernels/moe.cuh"), &SHARED);
 const NUMBERS_HEADER: (&str, &str, &[crate::cuda::source::Layout]) =
     ("numbers.cuh", include_str!("../../../kernels/numbers.cuh"), &[]);
-const TMA_HEADER: (&str, &str, &[crate::cuda::source::Layout]) =
+pub(super) const TMA_HEADER: (&str, &str, &[crate::cuda::source::Layout]) =
     ("tma.cuh", include_str!("../../../kernels/tma.cuh"), &[]);
 
 pub(crate) static ROWS: KernelSource = KernelSource {
@@ -56,6 +57,7 @@ pub(crate) static ROWS: KernelSource = KernelSource {
         payload_stride,
         scales,
         scales_stride,
+        numbers,
         check,
         chunk,
         pieces,
@@ -129,6 +131,7 @@ struct MoeRowsParams {
     payload_stride: u64,
     scales: u64,
     scales_stride: u64,
+    numbers: u64,
     check: u32,
     chunk: u32,
     pieces: u32,
@@ -180,7 +183,7 @@ unsafe impl Plain for MoeSumsParams {}
 unsafe impl KernelParams for MoeRowsParams {}
 // SAFETY: the struct of kernels/sums.cu, whose layout checks are compiled against this.
 unsafe impl KernelParams for MoeSumsParams {}
-const _: () = assert!(size_of::<MoeRowsParams>() == 128 + 168 + 64 + 32 + 24 + 4 * 8 + 4 * 4);
+const _: () = assert!(size_of::<MoeRowsParams>() == 128 + 168 + 64 + 32 + 24 + 5 * 8 + 4 * 4);
 const _: () = assert!(size_of::<MoeSumsParams>() == 128 + 168 + 64 + 16 + 20 * 8 + 8 * 4);
 
 const PER_RANK: u32 = 0;
@@ -192,10 +195,28 @@ const LOCAL: u32 = 2;
 pub struct MoveKernels {
     device: Device,
     /// By stages, then by unroll.
-    dispatch: (Vec<Kernel>, Vec<Kernel>),
-    expand: (Vec<Kernel>, Vec<Kernel>),
+    dispatch: Movers,
+    expand: Movers,
     /// By shape, then by unroll.
-    sums: (Vec<Kernel>, Vec<Kernel>),
+    sums: Movers,
+}
+
+/// Kernels by stages or shape of bulk copies, and by unroll.
+pub(super) type Movers = (Vec<Kernel>, Vec<Kernel>);
+
+fn all(module: &Module, prefix: &str, suffixes: Vec<String>) -> Result<Vec<Kernel>, CudaError> {
+    suffixes.iter().map(|suffix| module.kernel(&format!("{prefix}{suffix}"))).collect()
+}
+
+fn unrolls() -> Vec<String> {
+    UNROLLS.iter().map(u32::to_string).collect()
+}
+
+/// The kernels of a module that copy rows.
+pub(super) fn rows_of(module: &Module, prefix: &str) -> Result<Movers, CudaError> {
+    let stages = ROW_STAGES.iter().map(u32::to_string).collect();
+    let tma = all(module, &format!("{prefix}_tma"), stages)?;
+    Ok((tma, all(module, &format!("{prefix}_ld"), unrolls())?))
 }
 
 impl MoveKernels {
@@ -207,23 +228,11 @@ impl MoveKernels {
         let arch = Arch::of(device.properties())?;
         let rows = Module::load(device, &compiler.cubin(&ROWS, arch)?)?;
         let sums = Module::load(device, &compiler.cubin(&SUMS, arch)?)?;
-        let all = |module: &Module, prefix: &str, suffixes: Vec<String>| {
-            let one = |suffix: &String| module.kernel(&format!("{prefix}{suffix}"));
-            suffixes.iter().map(one).collect::<Result<Vec<_>, _>>()
-        };
-        let stages = || ROW_STAGES.iter().map(u32::to_string).collect();
-        let unrolls = || UNROLLS.iter().map(u32::to_string).collect();
         let shapes = SUM_SHAPES.iter().map(|(v, s)| format!("{v}x{s}")).collect();
         Ok(Self {
             device: device.clone(),
-            dispatch: (
-                all(&rows, "moe_dispatch_tma", stages())?,
-                all(&rows, "moe_dispatch_ld", unrolls())?,
-            ),
-            expand: (
-                all(&rows, "moe_expand_tma", stages())?,
-                all(&rows, "moe_expand_ld", unrolls())?,
-            ),
+            dispatch: rows_of(&rows, "moe_dispatch")?,
+            expand: rows_of(&rows, "moe_expand")?,
             sums: (all(&sums, "moe_sum_tma", shapes)?, all(&sums, "moe_sum_ld", unrolls())?),
         })
     }
@@ -254,21 +263,21 @@ impl MoveKernels {
         plan: &MovePlan,
         args: &DispatchArgs,
     ) -> Result<(), CudaError> {
-        let params = MoeRowsParams {
-            shape: args.shape,
-            routing: args.routing,
-            op: args.op,
-            row: args.format,
-            payload: args.payload,
-            payload_stride: args.payload_stride,
-            scales: args.scales,
-            scales_stride: args.scales_stride,
-            check: u32::from(args.check),
-            first: args.first,
-            ..MoeRowsParams::default()
-        };
         // SAFETY: the caller's promise.
-        unsafe { self.rows(stream, plan, &self.dispatch, params) }
+        unsafe { self.rows(stream, plan, &self.dispatch, dispatched(args)) }
+    }
+
+    /// As [`MoveKernels::dispatch`], by kernels for rows of other ranks.
+    pub(super) unsafe fn forward(
+        &self,
+        stream: CUstream,
+        plan: &MovePlan,
+        kernels: &Movers,
+        args: &ForwardArgs,
+    ) -> Result<(), CudaError> {
+        let params = MoeRowsParams { numbers: args.numbers, ..dispatched(&args.rows) };
+        // SAFETY: the caller's promise.
+        unsafe { self.rows(stream, plan, kernels, params) }
     }
 
     /// Copies received rows to the rows of their experts, and fills the padding.
@@ -300,7 +309,7 @@ impl MoveKernels {
         &self,
         stream: CUstream,
         plan: &MovePlan,
-        kernels: &(Vec<Kernel>, Vec<Kernel>),
+        kernels: &Movers,
         mut params: MoeRowsParams,
     ) -> Result<(), CudaError> {
         let ranks = params.shape.world as usize;
@@ -370,7 +379,8 @@ impl MoveKernels {
             from: args.format,
             out: args.out,
             out_stride: args.out_stride,
-            weights_home: args.weights_home,
+            weights_home: if args.carried_at > 0 { args.out } else { args.weights_home },
+            out_weights_at: args.carried_at,
             bias0: b0.0,
             bias1: b1.0,
             bias2: b2.0,
@@ -424,6 +434,22 @@ impl MoveKernels {
         };
         // SAFETY: the caller's promise; the kernel takes these parameters.
         unsafe { kernel.launch(stream, &config(plan, ranks), &params) }
+    }
+}
+
+fn dispatched(args: &DispatchArgs) -> MoeRowsParams {
+    MoeRowsParams {
+        shape: args.shape,
+        routing: args.routing,
+        op: args.op,
+        row: args.format,
+        payload: args.payload,
+        payload_stride: args.payload_stride,
+        scales: args.scales,
+        scales_stride: args.scales_stride,
+        check: u32::from(args.check),
+        first: args.first,
+        ..MoeRowsParams::default()
     }
 }
 

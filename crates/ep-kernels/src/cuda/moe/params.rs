@@ -405,13 +405,15 @@ pub fn block_tokens(tokens: usize, blocks: u32) -> usize {
 }
 
 impl MoeRouting {
-    /// The routing of the tokens from `first` to `end` as far as moving them needs it, for a layer of
-    /// `topk` choices and `fan_out` destinations per token.
+    /// The routing of the tokens from `first` to `end` as far as moving and summing need it, for a layer
+    /// of `topk` choices and `fan_out` destinations per token.
     pub fn of_tokens(&self, (first, end): (usize, usize), topk: u32, fan_out: u32) -> Self {
         let (choices, places) =
             (4 * first as u64 * u64::from(topk), 4 * first as u64 * u64::from(fan_out));
         Self {
             physical: self.physical + choices,
+            expert_index: self.expert_index + choices,
+            order: self.order + choices,
             weights: self.weights + choices,
             dest_rank: self.dest_rank + places,
             dest_index: self.dest_index + places,

@@ -2,13 +2,14 @@
 
 use cudarc::driver::sys::CUstream;
 
-use super::args::{CombineArgs, DispatchArgs, ExpandArgs, ReduceArgs};
-use super::layout::{
-    AnnounceArgs, ExpandPlaces, JudgeArgs, LAYOUT, LayoutArgs, LayoutKernels, PLACES, PLAN,
-    PlanArgs, TailArgs, counting, marking, one_block,
+use super::args::{
+    AnnounceArgs, CombineArgs, DispatchArgs, ExpandArgs, ExpandPlaces, JudgeArgs, LayoutArgs,
+    PlanArgs, ReduceArgs, TailArgs,
 };
+use super::layout::{LAYOUT, LayoutKernels, PLACES, PLAN, counting, marking, one_block};
 use super::move_plan::{CopyPath, MovePlan, Mover};
 use super::moves::{MoveKernels, ROWS, SUMS, config};
+use super::nodes::{BlockArgs, FORWARD, ForwardArgs, NODES, NodeKernels, SplitArgs, reading};
 use crate::cuda::device::DeviceProperties;
 use crate::cuda::error::{CudaError, invalid};
 use crate::cuda::launch::LaunchConfig;
@@ -19,6 +20,16 @@ use crate::cuda::source::KernelSource;
 pub enum MoeWork<'a> {
     /// [`LayoutKernels::layout`]: lays out and announces.
     Layout(&'a LayoutArgs),
+    /// [`LayoutKernels::layout`] for a layer whose ranks are not told: where tokens go that cross nodes.
+    Cross(&'a LayoutArgs),
+    /// [`NodeKernels::read`], then [`LayoutKernels::layout`] of what was read.
+    Relay(&'a BlockArgs, &'a LayoutArgs),
+    /// [`NodeKernels::forward`].
+    Forward(&'a MovePlan, &'a ForwardArgs),
+    /// [`NodeKernels::split`].
+    Split(&'a SplitArgs),
+    /// [`MoveKernels::combine`], nodes first.
+    NodeSum(NodeSum, &'a MovePlan, &'a CombineArgs),
     /// [`LayoutKernels::announce`].
     Announce(&'a AnnounceArgs),
     /// [`LayoutKernels::judge`].
@@ -39,6 +50,17 @@ pub enum MoeWork<'a> {
     Combine(&'a MovePlan, &'a CombineArgs),
 }
 
+/// What is summed where nodes are summed first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum NodeSum {
+    /// Rows of tokens that this rank has forwarded, over the ranks of its node.
+    Block,
+    /// Rows of this rank's tokens over the ranks of its node.
+    Own,
+    /// The sums of all nodes.
+    All,
+}
+
 /// A kernel and how it is launched.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MoeLaunch {
@@ -49,23 +71,35 @@ pub struct MoeLaunch {
 }
 
 impl MoeWork<'_> {
-    /// Launches it.
+    /// Launches it. `nodes`: for what needs [`NodeKernels`].
     ///
     /// # Safety
     /// As [`LayoutKernels::layout`] and [`MoveKernels::dispatch`].
     ///
     /// # Errors
-    /// A plan that does not fit, or the driver's.
+    /// A plan that does not fit, kernels that are needed and not there, or the driver's.
     pub unsafe fn submit(
         &self,
         stream: CUstream,
         layout: &LayoutKernels,
         moves: &MoveKernels,
+        nodes: Option<&NodeKernels>,
     ) -> Result<(), CudaError> {
+        let rails = || match nodes {
+            Some(nodes) => Ok(nodes),
+            None => invalid("node kernels", "they were not loaded"),
+        };
         // SAFETY: the caller's promise is that of each of these.
         unsafe {
             match self {
-                Self::Layout(args) => layout.layout(stream, args),
+                Self::Layout(args) | Self::Cross(args) => layout.layout(stream, args),
+                Self::Relay(block, args) => {
+                    rails()?.read(stream, block)?;
+                    layout.layout(stream, args)
+                }
+                Self::Forward(plan, args) => rails()?.forward(stream, moves, plan, args),
+                Self::Split(args) => rails()?.split(stream, args),
+                Self::NodeSum(_, plan, args) => moves.combine(stream, plan, args),
                 Self::Announce(args) => layout.announce(stream, args),
                 Self::Judge(args) => layout.judge(stream, args),
                 Self::Plan(args) => layout.plan(stream, args),
@@ -94,14 +128,29 @@ impl MoeWork<'_> {
             Ok(vec![MoeLaunch { kernel, config: config(plan, ranks(world)) }])
         };
         let (rows, sums) = ((Mover::Rows, &ROWS), (Mover::Sums, &SUMS));
+        let laid_out = |&LayoutArgs { shape, blocks, .. }: &LayoutArgs| -> Vec<MoeLaunch> {
+            let columns = (shape.physical + shape.world) as usize;
+            all(&LAYOUT, counting(columns, blocks).0)
+        };
         match *self {
-            Self::Layout(LayoutArgs { shape, blocks, .. }) => {
-                let columns = (shape.physical + shape.world) as usize;
-                Ok(all(&LAYOUT, counting(columns, *blocks).0))
+            Self::Layout(args) | Self::Cross(args) => Ok(laid_out(args)),
+            Self::Relay(block, args) => {
+                let kernel = find(&NODES, "moe_read_block")?;
+                let read = MoeLaunch { kernel, config: reading(block.blocks) };
+                Ok(std::iter::once(read).chain(laid_out(args)).collect())
+            }
+            Self::Forward(plan, args) => {
+                let forward = (Mover::Rows, &FORWARD);
+                moved("moe_forward", forward, plan, args.rows.shape.world)
             }
             Self::Places(ExpandPlaces { shape, blocks, .. }) => {
                 Ok(all(&PLACES, counting(shape.local_experts as usize, *blocks).0))
             }
+            Self::Split(args) => {
+                let kernel = find(&NODES, "moe_split_nodes")?;
+                Ok(vec![MoeLaunch { kernel, config: reading(args.blocks) }])
+            }
+            Self::NodeSum(_, plan, args) => moved("moe_sum", sums, plan, args.shape.world),
             Self::Announce(args) => one("moe_announce", one_block(args.shape.world)),
             Self::Judge(args) => one("moe_judge", one_block(args.shape.world)),
             Self::Plan(PlanArgs { shape, .. }) => {

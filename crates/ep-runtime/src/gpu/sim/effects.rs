@@ -4,6 +4,8 @@ use ep_kernels::cuda::moe::{MoeOp, MoeReport, MoeWork, verdict};
 
 use super::far::{Places, Summary, carry, parts, write_slots};
 use super::memory::{Content, Memory, Place};
+use super::nodes::NodeEffect;
+use crate::node::Nodes;
 
 /// Ids at addresses with this bit are wrong.
 pub const BAD: u64 = 1 << 20;
@@ -18,6 +20,8 @@ pub enum Effect {
         handle: u64,
         ids: Option<u64>,
     },
+    /// Where tokens cross nodes once.
+    Nodes(NodeEffect),
     Judge {
         on: On,
     },
@@ -92,7 +96,7 @@ pub struct On {
 }
 
 impl On {
-    fn new(rank: u32, op: &MoeOp) -> Self {
+    pub fn new(rank: u32, op: &MoeOp) -> Self {
         let (rank, lane) = (rank as usize, op.lane_index as usize);
         Self { rank, lane, report: op.report, ticket: op.ticket }
     }
@@ -107,6 +111,11 @@ impl Effect {
                 handle: a.routing.header,
                 ids: Some(a.ids),
             },
+            MoeWork::Cross(_)
+            | MoeWork::Relay(..)
+            | MoeWork::Forward(..)
+            | MoeWork::Split(_)
+            | MoeWork::NodeSum(..) => Self::Nodes(NodeEffect::of(work)),
             MoeWork::Announce(a) => Self::Announce {
                 on: On::new(a.shape.rank, &a.op),
                 slot: a.header.slot as usize,
@@ -115,7 +124,7 @@ impl Effect {
             },
             MoeWork::Judge(a) => Self::Judge { on: On::new(a.shape.rank, &a.op) },
             MoeWork::Plan(a) => {
-                let summary = Summary::new(a.summary, &a.shape);
+                let summary = Summary::new(a.summary, &a.shape, a.crossing.nodes > 0);
                 Self::Plan { on: On::new(a.shape.rank, &a.op), handle: a.routing.header, summary }
             }
             MoeWork::Dispatch(_, a) => Self::Dispatch {
@@ -150,7 +159,11 @@ impl Effect {
 
     /// Whether it is what a later signal tells the peers of.
     pub fn moves(&self) -> bool {
-        matches!(self, Self::Dispatch { .. } | Self::Combine { .. })
+        match self {
+            Self::Dispatch { .. } | Self::Combine { .. } => true,
+            Self::Nodes(effect) => effect.moves(),
+            _ => false,
+        }
     }
 }
 
@@ -160,21 +173,25 @@ pub struct Ranks {
     pub world: usize,
     /// By rank; ranks of different ones are not mapped. All are if there are none.
     nodes: Vec<usize>,
+    /// Where tokens cross nodes once.
+    pub rails: Option<Nodes>,
     /// By rank, then lane.
-    sequences: Vec<Vec<u64>>,
+    pub sequences: Vec<Vec<u64>>,
 }
 
 impl Ranks {
     pub fn new(world: usize, lanes: usize) -> Self {
-        Self { world, nodes: Vec::new(), sequences: vec![vec![0; lanes]; world] }
+        Self { world, sequences: vec![vec![0; lanes]; world], ..Self::default() }
     }
 
-    pub fn apart(mut self, nodes: &[usize]) -> Self {
+    /// Ranks of nodes, which tokens cross `once`.
+    pub fn apart(mut self, nodes: &[usize], once: bool) -> Self {
         self.nodes = nodes.to_vec();
+        self.rails = once.then(|| Nodes::new(nodes));
         self
     }
 
-    fn is_far(&self, rank: usize, other: usize) -> bool {
+    pub fn is_far(&self, rank: usize, other: usize) -> bool {
         self.nodes.get(rank) != self.nodes.get(other)
     }
 
@@ -188,6 +205,7 @@ impl Ranks {
             Effect::Announce { on, slot, handle, ids } => {
                 self.announce(memory, stream, on, slot, (handle, ids));
             }
+            Effect::Nodes(effect) => self.run_nodes(memory, stream, effect),
             Effect::Judge { on } => {
                 let slots = self.announced(memory, stream, on, true);
                 write_slots(on.report, slots.iter().map(|one| one.0));
@@ -261,7 +279,7 @@ impl Ranks {
     }
 
     /// What ranks announced of the operation this rank is at: all, or those that are mapped.
-    fn announced(
+    pub fn announced(
         &self,
         memory: &mut Memory,
         stream: usize,
@@ -297,7 +315,7 @@ impl Ranks {
         let refused = announced.iter().any(|&(_, bad)| bad);
         if let Some(summary) = summary {
             write_slots(on.report, announced.iter().map(|one| one.0));
-            summary.write();
+            summary.write(self.rails.as_ref());
         }
         let at = Place::Handle { rank: on.rank, at: handle };
         memory.read(stream, at);
@@ -322,6 +340,9 @@ impl Ranks {
             let content = Content::Received { lane, sequence: self.sequences[rank][lane] };
             for (owner, &(slot, _)) in targets.iter().enumerate() {
                 if self.is_far(rank, owner) {
+                    if self.rails.as_ref().is_some_and(|n| n.rail(rank, n.of(owner)) != owner) {
+                        continue;
+                    }
                     for part in parts(first, tokens) {
                         let packed = Place::Packed { rank, lane, peer: owner, part };
                         memory.write(stream, packed, content);
@@ -421,7 +442,7 @@ impl Ranks {
     }
 }
 
-fn scratch(memory: &mut Memory, stream: usize, on: On) {
+pub fn scratch(memory: &mut Memory, stream: usize, on: On) {
     let place = Place::Scratch { rank: on.rank, lane: on.lane };
     memory.write(stream, place, Content::Value(on.ticket));
 }

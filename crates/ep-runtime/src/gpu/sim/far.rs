@@ -6,6 +6,7 @@ use ep_kernels::cuda::moe::{MoeHeader, MoeReport, MoeShape, PIECES};
 
 use super::memory::{Memory, Place};
 use super::run::TOKENS;
+use crate::node::Nodes;
 use crate::shape::Window;
 
 /// Parts of the tokens that are packed one by one.
@@ -25,16 +26,19 @@ pub struct Summary {
     world: usize,
     experts: usize,
     physical: usize,
+    /// Tokens cross nodes once.
+    once: bool,
 }
 
 impl Summary {
-    pub fn new(at: u64, shape: &MoeShape) -> Option<Self> {
+    pub fn new(at: u64, shape: &MoeShape, once: bool) -> Option<Self> {
         (shape.far > 0).then_some(Self {
             at,
             rank: shape.rank as usize,
             world: shape.world as usize,
             experts: shape.local_experts as usize,
             physical: shape.physical as usize,
+            once,
         })
     }
 
@@ -44,7 +48,7 @@ impl Summary {
     }
 
     /// Tells that every token goes to the first expert of every rank.
-    pub fn write(&self) {
+    pub fn write(&self, nodes: Option<&Nodes>) {
         let Self { rank, world, experts, physical, .. } = *self;
         let all = TOKENS * world;
         let repeat = |n: usize, count: usize| std::iter::repeat_n(n, count);
@@ -58,11 +62,37 @@ impl Summary {
         let numbers = numbers.chain((0..world).flat_map(|_| first(TOKENS)));
         let numbers = numbers.chain(sent.map(|some| TOKENS * usize::from(some)));
         let pieces = (0..PIECES).flat_map(|i| repeat(TOKENS / PIECES * i, world));
-        for (i, number) in numbers.chain(pieces).enumerate() {
+        let nodes = nodes.filter(|_| self.once).map_or(Vec::new(), |nodes| of_nodes(nodes, rank));
+        for (i, number) in numbers.chain(pieces).chain(nodes).enumerate() {
             // SAFETY: summaries are in the memory of the simulated rank, with room for all of it.
             unsafe { (self.at as *mut i32).add(i).write(number as i32) };
         }
     }
+}
+
+/// What a rank is told of nodes if every token goes to all.
+fn of_nodes(nodes: &Nodes, rank: usize) -> Vec<usize> {
+    let (own, all) = (nodes.of(rank), 0..nodes.count());
+    let to = |node: usize| match node == own {
+        true => 0,
+        false => TOKENS * place(nodes, nodes.rail(rank, node), rank),
+    };
+    let count = |node: usize| TOKENS * usize::from(node != own);
+    let mut told: Vec<usize> = all.clone().map(to).chain(all.map(count)).collect();
+    for (i, source) in nodes.sources_of(rank).enumerate() {
+        told.extend([TOKENS, i * TOKENS, before(nodes, source, own) * TOKENS]);
+    }
+    told
+}
+
+/// Which of the blocks that a rank forwards comes from `source`.
+fn place(nodes: &Nodes, rank: usize, source: usize) -> usize {
+    nodes.sources_of(rank).position(|one| one == source).unwrap_or(usize::MAX / TOKENS)
+}
+
+/// To how many nodes before `node` a rank's tokens cross.
+fn before(nodes: &Nodes, rank: usize, node: usize) -> usize {
+    (0..node).filter(|&node| node != nodes.of(rank)).count()
 }
 
 /// Writes the slots that ranks announced behind a report.
@@ -76,7 +106,7 @@ pub fn write_slots(report: u64, slots: impl Iterator<Item = usize>) {
 }
 
 /// Where things are in a window.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct Map {
     pub window: Window,
     pub world: usize,
@@ -84,6 +114,8 @@ pub struct Map {
     pub slots: usize,
     /// Bytes of a received row.
     pub stride: usize,
+    /// Where tokens cross nodes once.
+    pub nodes: Option<Nodes>,
 }
 
 /// A block of a window.
@@ -116,8 +148,20 @@ impl Map {
             if (send..receive).contains(&at) {
                 return self.packed((rank, lane, other), at - send, bytes);
             }
-            if (receive..w.forward_staging(lane)).contains(&at) {
-                let right = (at - receive) == other * bytes;
+            let forward = w.forward_staging(lane);
+            if (forward..w.send_staging(lane + 1)).contains(&at) {
+                let index = place(self.nodes.as_ref()?, rank, other);
+                let whole = TOKENS * self.stride;
+                // Sums may be of other rows than received ones.
+                let right = at - forward == index * bytes && bytes % TOKENS == 0 && whole > 0;
+                return right.then(|| one(Place::Block { rank, lane, source: other })).flatten();
+            }
+            if (receive..forward).contains(&at) {
+                let nodes = self.nodes.as_ref();
+                let block = nodes.map(|nodes| before(nodes, rank, nodes.of(other)));
+                // Rows of all ranks, or one per node.
+                let right = [Some(other), block].contains(&Some((at - receive) / bytes));
+                let right = right && (at - receive).is_multiple_of(bytes);
                 return right.then(|| one(Place::Staged { rank, lane, owner: other })).flatten();
             }
         }
@@ -138,7 +182,11 @@ impl Map {
         at: usize,
         bytes: usize,
     ) -> Option<Places> {
-        let (row, rows) = ((at / self.stride).checked_sub(peer * TOKENS)?, bytes / self.stride);
+        let block = match &self.nodes {
+            Some(nodes) => before(nodes, rank, nodes.of(peer)),
+            None => peer,
+        };
+        let (row, rows) = ((at / self.stride).checked_sub(block * TOKENS)?, bytes / self.stride);
         let mut places = Places::default();
         for part in parts(row, rows) {
             *places.get_mut(part)? = Some(Place::Packed { rank, lane, peer, part });

@@ -46,6 +46,17 @@ pub enum Place {
         peer: usize,
         part: usize,
     },
+    /// A block that a rank forwards.
+    Block {
+        rank: usize,
+        lane: usize,
+        source: usize,
+    },
+    /// Sums of this rank's tokens over its node.
+    OwnSums {
+        rank: usize,
+        lane: usize,
+    },
     /// Rows that came home from a rank that is not mapped.
     Staged {
         rank: usize,

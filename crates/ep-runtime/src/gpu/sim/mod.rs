@@ -11,6 +11,7 @@ mod effects;
 mod far;
 mod launches;
 mod memory;
+mod nodes;
 mod program;
 mod rank;
 mod run;

@@ -292,8 +292,15 @@ unsafe impl Link for SimulatedLink {
     }
 }
 
+/// Whose window an address is in.
+pub fn window_of(address: u64) -> u32 {
+    (address >> WINDOW) as u32 - 1
+}
+
+const WINDOW: u32 = 44;
+
 fn window(rank: usize, bytes: usize) -> Mapping {
-    let base = std::ptr::without_provenance_mut((rank + 1) << 44);
+    let base = std::ptr::without_provenance_mut((rank + 1) << WINDOW);
     Mapping { base: NonNull::new(base).expect("not null"), bytes }
 }
 
@@ -312,6 +319,8 @@ pub struct Layer {
     pub paired: bool,
     /// Rows for them go in parts.
     pub in_parts: bool,
+    /// Tokens cross nodes once.
+    pub once: bool,
 }
 
 impl Layer {
@@ -332,7 +341,10 @@ impl Layer {
         let (rank, world) = (group.rank(), group.world());
         let gpu = |rank: usize| rank % self.gpus;
         let sizes = (self.slots, self.lanes);
-        let shape = self.shape.resolve(world, sizes, None).expect("a valid shape");
+        let nodes = if self.nodes.is_empty() { vec![0; world] } else { self.nodes.clone() };
+        let nodes = Nodes::new(&nodes);
+        let rails = self.once.then(|| nodes.rails());
+        let shape = self.shape.resolve(world, sizes, rails).expect("a valid shape");
         let window = shape.window(!self.nodes.is_empty()).expect("a window");
         let flags = crate::notify::flags(self.lanes);
         let words = Pacing::bytes(flags, world).next_multiple_of(4096);
@@ -354,7 +366,10 @@ impl Layer {
             lanes: self.lanes,
             slots: self.slots,
             stride: shape.formats(PayloadKind::Bf16).0.stride,
+            nodes: self.once.then(|| nodes.clone()),
         };
+        let hierarchy = if self.once { Hierarchy::Node } else { Hierarchy::Flat };
+        let across = Across::new(nodes, hierarchy, rank);
         let (nodes, paired) = (self.nodes.clone(), self.paired);
         let exchanges = Mutex::new(vec![0; flags as usize]);
         let link = SimulatedLink {
@@ -370,8 +385,6 @@ impl Layer {
         };
         let far = (0..world).filter(|&peer| link.is_far(peer)).count();
         let (side, group) = (link.stream_side().expect("just said"), link.group.clone());
-        let nodes = if self.nodes.is_empty() { vec![0; world] } else { self.nodes.clone() };
-        let across = Across::new(Nodes::new(&nodes), Hierarchy::Flat, rank);
         let mut inner = Inner::new(group, (Arc::new(link), across), shape, window, limit);
         let sizes = Sizes::new(&inner.shape, 16, self.sms, !self.nodes.is_empty());
         let mut properties = DeviceProperties::h200();
@@ -398,6 +411,7 @@ impl Layer {
             me: (inner.id, rank),
             shape: &inner.shape,
             window: &inner.window,
+            across: &inner.across,
         });
         inner.gpu = Some(gpu);
         (Ep { inner: Arc::new(inner) }, log)

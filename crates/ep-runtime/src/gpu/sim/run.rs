@@ -40,21 +40,21 @@ pub enum Far {
     #[default]
     None,
     /// Ranks of so many nodes, dealt by a seed, are put to.
-    Bulk { nodes: usize, in_parts: bool },
+    Bulk { nodes: usize, in_parts: bool, once: bool },
     /// As that, but rows are exchanged.
-    Paired { nodes: usize, in_parts: bool },
+    Paired { nodes: usize, in_parts: bool, once: bool },
 }
 
 impl Setting {
     fn layer(&self) -> Layer {
-        let (nodes, in_parts, paired) = match self.far {
+        let ((nodes, in_parts, once), paired) = match self.far {
             Far::None => return layer(self.gpus),
-            Far::Bulk { nodes, in_parts } => (nodes, in_parts, false),
-            Far::Paired { nodes, in_parts } => (nodes, in_parts, true),
+            Far::Bulk { nodes, in_parts, once } => ((nodes, in_parts, once), false),
+            Far::Paired { nodes, in_parts, once } => ((nodes, in_parts, once), true),
         };
         let mut rng = Rng::new(!self.seed);
         let nodes = (0..self.world).map(|_| rng.below(nodes)).collect();
-        Layer { nodes, paired, in_parts, ..layer(self.gpus) }
+        Layer { nodes, paired, in_parts, once, ..layer(self.gpus) }
     }
 }
 
@@ -65,7 +65,8 @@ pub fn layer(gpus: usize) -> Layer {
         .payload(PayloadKind::Bf16);
     let (tuning, nodes) = (Tuning::default(), Vec::new());
     let (slots, lanes, sms) = (SLOTS, LANES, 16);
-    Layer { shape, slots, lanes, sms, tuning, gpus, nodes, paired: false, in_parts: false }
+    let (paired, in_parts, once) = (false, false, false);
+    Layer { shape, slots, lanes, sms, tuning, gpus, nodes, paired, in_parts, once }
 }
 
 /// A rank with what it has in flight.
@@ -167,8 +168,12 @@ impl Rank {
         self.caller(stream, Effect::Collect { at, number });
     }
 
-    fn combine_opts(lane: usize, reduced: bool) -> CombineOpts {
-        let precision = if reduced { Precision::Reduced } else { Precision::Exact };
+    fn combine_opts(&self, lane: usize, number: u64, reduced: bool) -> CombineOpts {
+        let precision = match reduced {
+            true => Precision::Reduced,
+            false if self.ep.inner.across.hierarchical && number % 2 == 1 => Precision::NodeReduced,
+            false => Precision::Exact,
+        };
         CombineOpts { lane: Some(lane), precision, ..CombineOpts::default() }
     }
 
@@ -189,7 +194,7 @@ impl Rank {
             }
             Call::Combine { number, lane, reduced, halves } => {
                 let (result, stream) = self.results.remove(&number).expect("alive");
-                let (queue, opts) = (self.queue(stream), Self::combine_opts(lane, reduced));
+                let (queue, opts) = (self.queue(stream), self.combine_opts(lane, number, reduced));
                 let send = result.combine_send(&queue, &opts)?;
                 if halves {
                     self.combining[lane] = Some((number, send));
@@ -237,7 +242,7 @@ impl Rank {
 /// Builds the ranks of a group.
 pub fn build(setting: &Setting, layer: &Layer) -> (Arc<Shared>, Vec<Rank>) {
     let mut rng = Rng::new(setting.seed);
-    let ranks = Ranks::new(setting.world, layer.lanes).apart(&layer.nodes);
+    let ranks = Ranks::new(setting.world, layer.lanes).apart(&layer.nodes, layer.once);
     let seed = rng.below(1 << 30) as u64;
     let devices = Devices::new(ranks, setting.gpus, setting.queues, Rng::new(seed));
     let shared = Arc::new(Shared::new(devices, setting.mutant, rng));
@@ -328,8 +333,9 @@ fn all_at_once(ranks: &mut [Rank], stream: usize, call: Call) -> Result<(), EpEr
                 let (result, _) = rank.results.remove(&number).expect("alive");
                 (result, rank.out(number).into())
             };
+            let opts = ranks[0].combine_opts(lane, number, reduced);
             let calls = ranks.iter_mut().map(one).collect();
-            combine_all(&queue, calls, &Rank::combine_opts(lane, reduced))?;
+            combine_all(&queue, calls, &opts)?;
             ranks.iter().for_each(|rank| rank.collect(stream, number));
         }
         other => {

@@ -42,13 +42,13 @@ fn ranks_as_threads_come_to_an_end_and_touch_nothing_too_early() {
 /// Ranks of several nodes, of which those that exchange rows have GPUs of their own.
 fn apart(seed: u64, mutant: Mutant) -> Setting {
     let (nodes, in_parts) = (2 + seed as usize % 2, (seed / 2).is_multiple_of(2));
-    let setting = setting(seed, mutant);
+    let (once, setting) = (seed / 12 % 2 == 1, setting(seed, mutant));
     match seed / 4 % 3 {
         0 => {
-            let far = Far::Paired { nodes, in_parts };
+            let far = Far::Paired { nodes, in_parts, once };
             Setting { gpus: setting.world, far, ..setting }
         }
-        _ => Setting { far: Far::Bulk { nodes, in_parts }, ..setting },
+        _ => Setting { far: Far::Bulk { nodes, in_parts, once }, ..setting },
     }
 }
 
@@ -80,6 +80,27 @@ fn rows_that_are_sent_while_they_are_packed_are_found() {
     };
     let on = |seed: u64| Setting { queues: 8, ..apart(4 * (3 * seed + 1), Mutant::NoOrders) };
     assert!((0..40).any(|seed| early(&run(&on(seed)))));
+}
+
+/// Settings in which tokens cross nodes once.
+fn once(seed: u64, mutant: Mutant) -> Setting {
+    Setting { queues: 8, ..apart(24 * (seed / 12) + 12 + seed % 12, mutant) }
+}
+
+#[test]
+fn rows_that_are_forwarded_behind_their_signal_are_found() {
+    let early = |outcome: &Outcome| {
+        let late = |fault: &String| fault.contains("Rows") && fault.contains("Received");
+        outcome.faults.iter().any(late)
+    };
+    assert!((0..40).any(|seed| early(&run(&once(seed, Mutant::EarlySignal)))));
+    assert!((0..12).all(|seed| !early(&run(&once(seed, Mutant::None)))));
+}
+
+#[test]
+fn blocks_that_are_not_waited_for_are_found() {
+    let early = |outcome: &Outcome| outcome.faults.iter().any(|f| f.contains("Block {"));
+    assert!((0..40).any(|seed| early(&run(&once(seed, Mutant::NotSent)))));
 }
 
 #[test]

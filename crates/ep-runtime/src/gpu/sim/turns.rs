@@ -8,6 +8,8 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::device::{Devices, Op, Rng};
 use super::effects::Effect;
+use super::program::LANES;
+use crate::notify::Phase;
 
 thread_local!(static ACTOR: Cell<Option<usize>> = const { Cell::new(None) });
 
@@ -20,6 +22,8 @@ pub enum Mutant {
     Unpaced,
     /// The signal that rows were read or written goes ahead of the kernel that does it.
     EarlySignal,
+    /// Nothing waits for the blocks of other ranks.
+    NotSent,
     /// Nothing waits for the event after which a slot or a handle is free.
     NoOrders,
 }
@@ -33,6 +37,11 @@ pub enum How {
     Look,
     /// As that, but it goes on in the end.
     Hold,
+}
+
+/// Whether a flag says that blocks are there.
+fn is_sent(flag: u32) -> bool {
+    (0..LANES).any(|lane| flag == Phase::Sent.flag(lane))
 }
 
 #[derive(Clone, Debug, Default)]
@@ -215,6 +224,7 @@ impl Shared {
                 return;
             }
             Op::Order(_) if self.mutant == Mutant::NoOrders => return,
+            Op::Wait { flag, .. } if self.mutant == Mutant::NotSent && is_sent(flag) => return,
             Op::Signal { .. } => {}
             _ => {
                 let late = state.late.iter().position(|late| late.0 == stream);

@@ -250,7 +250,7 @@ impl Trials<'_> {
         let begun = Instant::now();
         let gpu = self.gpu();
         let Candidate { moving, plan, .. } = *candidate;
-        let fits = moving.check(&plan, self.ep.world(), gpu.machine.properties()).is_ok();
+        let fits = moving.check(&plan, gpu.columns(), gpu.machine.properties()).is_ok();
         if fits {
             let row_bytes = self.kinds.row_bytes(moving, self.ep).unwrap_or(0);
             let origin = PlanOrigin::Searched;
