@@ -103,11 +103,14 @@ impl Scale {
                 size(bounded.1)
             ),
             format!(
-                "  RDMA beside the window {} queue pairs with {} entries, rings {}, mailboxes {}",
+                "  RDMA queue pairs       {}, with {} sends and receives",
                 rdma.queue_pairs,
-                rdma.sends + rdma.receives,
+                rdma.sends + rdma.receives
+            ),
+            format!(
+                "  beside the window      rings {}, mailboxes and flags {}",
                 size(rdma.rings),
-                size(rdma.mailboxes + rdma.flags),
+                size(rdma.mailboxes + rdma.flags)
             ),
         ]
     }
