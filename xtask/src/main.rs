@@ -2,6 +2,7 @@
 
 mod api;
 mod bench;
+mod emulate;
 mod mutate;
 mod process;
 mod rdma_vm;
@@ -70,6 +71,13 @@ enum Command {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         args: Vec<std::ffi::OsString>,
     },
+    /// Run a program with emulated GPUs; without one, say which variables do that
+    #[command(disable_help_flag = true)]
+    Emulate {
+        /// The program and its arguments
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        command: Vec<std::ffi::OsString>,
+    },
     /// Run every check of the project, as CI does
     Test(test::Options),
     /// Check the project's invariants that can be checked mechanically
@@ -87,6 +95,7 @@ fn main() -> ExitCode {
         Command::Preflight { args } => bench::command("preflight", &args),
         Command::Kernels { args } => bench::kernels(&args),
         Command::RdmaVm { args } => rdma_vm::run(&args),
+        Command::Emulate { command } => emulate::run(&command),
         Command::Test(options) => test::run(&options),
         Command::Tidy => tidy::run(),
         Command::Mutate(options) => mutate::run(&options),

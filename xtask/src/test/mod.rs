@@ -1,6 +1,7 @@
 //! `cargo xtask test`: every check of the project, one step after the other.
 
 mod count;
+mod gpu;
 mod rdma;
 mod smoke;
 mod steps;

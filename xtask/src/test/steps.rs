@@ -6,7 +6,7 @@ use std::time::Duration;
 use clap::builder::PossibleValuesParser;
 
 use super::count::{Counts, failures, ignored};
-use super::{Context, Outcome, Verdict, rdma, smoke};
+use super::{Context, Outcome, Verdict, gpu, rdma, smoke};
 use crate::process::{self, Finished};
 use crate::style::colours;
 use crate::{api, tidy, tools, workspace};
@@ -29,6 +29,7 @@ pub const STEPS: &[Step] = &[
     Step { name: "examples", title: "every example runs to its end", run: examples },
     Step { name: "bench", title: "small benchmarks on hosts verify", run: smoke::bench },
     Step { name: "kernels", title: "GPU kernels compile everywhere, nothing spills", run: kernels },
+    Step { name: "gpu", title: "layers and transport on emulated GPUs", run: gpu::gpu },
     Step { name: "rdma", title: "real verbs on devices of a virtual machine", run: rdma::rdma },
     Step { name: "api", title: "the public API is the one in docs/api", run: public_api },
     Step { name: "aarch64", title: "the workspace compiles for 64-bit Arm", run: aarch64 },
@@ -72,7 +73,7 @@ pub fn cargo_test(context: &Context, command: Command, limit: Duration) -> Outco
 }
 
 /// The outcome of a finished `cargo test`.
-fn judge(done: &Finished) -> Outcome {
+pub fn judge(done: &Finished) -> Outcome {
     let mut counts = Counts::read(&done.output);
     let failed = failures(&done.output);
     let verdict = if !done.success() {

@@ -3,6 +3,7 @@
 use std::cell::RefCell;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicUsize, Ordering};
+use std::time::Duration;
 
 use parking_lot::Mutex;
 
@@ -12,6 +13,9 @@ use super::config::{config, connections};
 use super::memory::{self, DEVICES, Place};
 use super::stream::Stream;
 use super::table::{Handle, Table, new_handle};
+
+/// A function that waits for so long says so.
+const LONG: Duration = Duration::from_secs(2);
 
 /// SMs of an H200.
 pub const SMS: u32 = 132;
@@ -92,14 +96,20 @@ impl Core {
         self.peers.fetch_or(1 << device, Ordering::AcqRel) & (1 << device) == 0
     }
 
-    /// Waits for everything submitted so far.
-    pub fn settle(&self) {
+    /// Waits for everything submitted so far; says so where that takes long, as it may be for ever.
+    pub fn settle(&self, function: &str) {
         let last: Vec<_> = self.channels.iter().map(|channel| channel.last()).collect();
-        last.iter().for_each(|point| point.wait());
+        for point in last {
+            if !point.wait_for(LONG) {
+                let device = self.device;
+                eprintln!("gpu-emulator: {function} waits for what runs on device {device}");
+                point.wait();
+            }
+        }
     }
 
     fn end(&self) {
-        self.settle();
+        self.settle("the end of a context");
         self.ended.store(true, Ordering::Release);
         self.null.lock().take();
         for channel in &self.channels {
@@ -235,7 +245,7 @@ pub fn destroy(handle: Handle) -> Result<()> {
 }
 
 /// Waits for all that was submitted to a device, as whoever takes memory away has to.
-pub fn settle_device(device: usize) {
+pub fn settle_device(device: usize, function: &str) {
     let mut cores: Vec<Arc<Core>> = Vec::new();
     for context in CONTEXTS.all() {
         if context.device() == device && !cores.iter().any(|core| Arc::ptr_eq(core, &context.core))
@@ -243,10 +253,10 @@ pub fn settle_device(device: usize) {
             cores.push(context.core.clone());
         }
     }
-    cores.iter().for_each(|core| core.settle());
+    cores.iter().for_each(|core| core.settle(function));
 }
 
 /// Waits for all that was submitted to any device.
-pub fn settle_all() {
-    (0..DEVICES).for_each(settle_device);
+pub fn settle_all(function: &str) {
+    (0..DEVICES).for_each(|device| settle_device(device, function));
 }

@@ -115,7 +115,7 @@ functions! {
     fn cuCtxSynchronize() {
         let current = context::current()?;
         capture::unsafe_call()?;
-        current.core.settle();
+        current.core.settle("cuCtxSynchronize");
         current.core.check()
     }
 

@@ -60,7 +60,7 @@ functions! {
     /// Waits for launches of its kernels.
     fn cuLibraryUnload(library: Handle) {
         capture::unsafe_call()?;
-        context::settle_all();
+        context::settle_all("cuLibraryUnload");
         module::unload(library)
     }
 

@@ -58,7 +58,7 @@ functions! {
     fn cuMemAlloc_v2(at: Out<usize>, bytes: usize) {
         let current = context::current()?;
         capture::unsafe_call()?;
-        context::settle_device(current.device());
+        context::settle_device(current.device(), "cuMemAlloc_v2");
         at.set(memory::allocate(Place::Device(current.device()), bytes, current.owner())?)
     }
 
@@ -71,7 +71,7 @@ functions! {
         }
         let range = memory::range_of(at).ok_or(Code::INVALID_VALUE)?;
         match range.place {
-            Place::Device(device) => context::settle_device(device),
+            Place::Device(device) => context::settle_device(device, "cuMemFree_v2"),
             _ => return Err(Code::INVALID_VALUE),
         }
         memory::free(at, is_device)?;
@@ -84,14 +84,14 @@ functions! {
         if flags & !HOST_FLAGS != 0 {
             return Err(Code::INVALID_VALUE);
         }
-        context::settle_device(current.device());
+        context::settle_device(current.device(), "cuMemHostAlloc");
         at.set(memory::allocate(Place::Pinned, bytes, current.owner())?)
     }
 
     fn cuMemFreeHost(at: usize) {
         context::current()?;
         capture::unsafe_call()?;
-        context::settle_all();
+        context::settle_all("cuMemFreeHost");
         memory::free(at, |place| place == Place::Pinned)
     }
 
@@ -113,7 +113,7 @@ functions! {
     fn cuMemHostUnregister(start: usize) {
         context::current()?;
         capture::unsafe_call()?;
-        context::settle_all();
+        context::settle_all("cuMemHostUnregister");
         let removed = memory::remove(start, |place| place == Place::Registered);
         removed.map(drop).map_err(|_| Code::NOT_REGISTERED)
     }

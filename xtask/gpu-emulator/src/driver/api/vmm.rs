@@ -78,7 +78,7 @@ functions! {
         if !memory::range_of(at).is_some_and(|range| matches!(range.place, Place::Mapped(_))) {
             return Err(Code::INVALID_VALUE);
         }
-        context::settle_all();
+        context::settle_all("cuMemUnmap");
         vmm::unmap(at, bytes)
     }
 
