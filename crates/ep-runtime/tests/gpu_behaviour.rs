@@ -374,6 +374,7 @@ fn one_thread_drives_all_ranks_through_one_hardware_queue() {
     }
 }
 
+/// `EP_GPU_ITERATIONS` iterations of changing shapes, 3,000 otherwise.
 #[test]
 fn many_shapes_take_no_more_memory() {
     let Some(gpus) = gpus() else { return };
