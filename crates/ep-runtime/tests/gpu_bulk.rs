@@ -18,6 +18,9 @@ use ep_runtime::{EpBuilder, EpError, NvlinkTransport, Route};
 /// As many as a random shape has at most.
 const RANKS: usize = 16;
 
+/// Emulated GPUs take seconds for rows that go in parts.
+const PATIENT: Duration = Duration::from_secs(60);
+
 /// Ranks of several nodes.
 struct Apart<'a> {
     gpus: &'a Gpus,
@@ -34,7 +37,8 @@ impl Apart<'_> {
 
 impl Grounds for Apart<'_> {
     fn place(&self, rank: usize, world: usize, builder: EpBuilder) -> EpBuilder {
-        self.gpus.place(rank, world, builder).transport(self.transport(rank, world))
+        let builder = self.gpus.place(rank, world, builder).timeout(PATIENT);
+        builder.transport(self.transport(rank, world))
     }
 
     fn ground(&self, rank: usize, world: usize) -> Box<dyn Ground + '_> {

@@ -137,7 +137,7 @@ impl Gpu {
     /// Into how many parts rows go: the same on all ranks.
     fn parts(&self, ep: &Inner, stride: usize) -> usize {
         let large = ep.shape.max_tokens * stride >= self.in_parts_from;
-        // Blocks for nodes are small: rails wait for whole ones.
+        // A rail waits for whole blocks.
         if self.is_far() && large && !self.crosses() { PARTS } else { 1 }
     }
 
