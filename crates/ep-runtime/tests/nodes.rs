@@ -264,7 +264,16 @@ fn memory_files_have_nodes_too() {
 /// Without a GPU too: it is known before one is looked for.
 #[cfg(feature = "cuda")]
 #[test]
-fn gpus_refuse_it_so_far() {
-    let gpu = builder().place(ep_runtime::Place::Cuda(0)).hierarchy(Hierarchy::Node);
-    assert_argument(gpu.plan(2), "Hierarchy::Node is not there for GPUs yet");
+fn a_plan_for_gpus_counts_what_nodes_take() {
+    let gpu = || builder().place(ep_runtime::Place::Cuda(0));
+    let nodes = |of: &[usize]| ep_runtime::NvlinkTransport::new(0).nodes(of.to_vec());
+    let plan = |of: &[usize], hierarchy| {
+        gpu().transport(nodes(of)).hierarchy(hierarchy).plan(of.len()).unwrap()
+    };
+    let (node, flat) = (plan(&[0, 0, 1, 1], Hierarchy::Node), plan(&[0, 0, 1, 1], Hierarchy::Flat));
+    assert!(node.device_bytes > flat.device_bytes && node.pinned_bytes > flat.pinned_bytes);
+    assert!(node.forward_bytes > 0 && flat.forward_bytes == 0);
+    // Nothing crosses where all are one node.
+    let (node, flat) = (plan(&[0, 0], Hierarchy::Node), plan(&[0, 0], Hierarchy::Flat));
+    assert_eq!((node.device_bytes, node.forward_bytes), (flat.device_bytes, 0));
 }
