@@ -23,7 +23,7 @@ struct Case {
 /// What a program prints that found no GPU.
 const SKIPPED: &str = "skipped:";
 
-const CASES: [Case; 4] = [
+const CASES: [Case; 5] = [
     // First: it shows whether the emulator is found at all.
     Case {
         what: "graphs",
@@ -53,13 +53,20 @@ const CASES: [Case; 4] = [
             ("EP_GPU_ROWS", "8"),
         ],
     },
-    // Whatever waits on one stream for another of its GPU does so for ever.
+    // Four ranks whose streams share a queue: what waits there holds up all of them.
     Case {
-        what: "one hardware queue",
+        what: "one GPU, one hardware queue",
         package: "ep-runtime",
-        programs: &["gpu_graphs", "gpu_layer"],
+        programs: &["gpu_layer"],
         args: &[],
-        env: &[("CUDA_DEVICE_MAX_CONNECTIONS", "1"), ("EP_EMULATOR_SEED", "1")],
+        env: &[("EP_EMULATOR_DEVICES", "1"), ("CUDA_DEVICE_MAX_CONNECTIONS", "1")],
+    },
+    Case {
+        what: "GPUs that lack what may be lacking",
+        package: "ep-runtime",
+        programs: &["gpu_layer"],
+        args: &[],
+        env: &[("EP_EMULATOR_NO", "memops,green,clusters"), ("EP_EMULATOR_SEED", "1")],
     },
     Case {
         what: "windows on GPUs",

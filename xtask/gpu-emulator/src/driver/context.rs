@@ -1,9 +1,9 @@
 //! Contexts, and which one is current.
 
 use std::cell::RefCell;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicUsize, Ordering};
-use std::time::Duration;
+use std::sync::{Arc, Once};
+use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
@@ -254,6 +254,28 @@ pub fn settle_device(device: usize, function: &str) {
         }
     }
     cores.iter().for_each(|core| core.settle(function));
+}
+
+/// Waits, no longer than `limit`, for all that was submitted to any device.
+pub fn drain(limit: Duration) {
+    let until = Instant::now() + limit;
+    for context in CONTEXTS.all() {
+        for channel in &context.core.channels {
+            channel.last().wait_for(until.saturating_duration_since(Instant::now()));
+        }
+    }
+}
+
+/// When the process ends, what it submitted last is given the time that it needs, unless it waits.
+pub fn drain_at_exit() {
+    extern "C" fn at_exit() {
+        drain(Duration::from_millis(200));
+    }
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| {
+        // SAFETY: the library is never unloaded, so the function is there when it is called.
+        unsafe { libc::atexit(at_exit) };
+    });
 }
 
 /// Waits for all that was submitted to any device.

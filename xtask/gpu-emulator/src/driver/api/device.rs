@@ -25,6 +25,7 @@ functions! {
             return Err(Code::INVALID_VALUE);
         }
         config::init();
+        context::drain_at_exit();
         if config()?.devices == 0 { Err(Code::NO_DEVICE) } else { Ok(()) }
     }
 

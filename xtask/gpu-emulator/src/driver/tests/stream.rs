@@ -82,6 +82,22 @@ fn a_stream_may_go_before_its_work_is_done() {
 }
 
 #[test]
+fn the_end_of_a_process_waits_for_what_ends_and_not_for_what_waits() {
+    let _here = Here::new(0, 2);
+    let (one, two, at) = (stream(), stream(), words(100));
+    await_one(one, at);
+    (1..100).for_each(|i| write(two, at + 4 * i, 7));
+    let start = Instant::now();
+    context::drain(Duration::from_millis(200));
+    assert!(start.elapsed() < Duration::from_secs(10));
+    assert_eq!(cuStreamQuery(one), Code::NOT_READY);
+    soon("the writes", || load(at + 4 * 99) == 7);
+    store(at, 1);
+    context::drain(Duration::from_secs(20));
+    ok(cuStreamQuery(one));
+}
+
+#[test]
 fn freeing_waits_for_what_runs() {
     let _here = Here::new(0, 1);
     let (stream, at) = (stream(), words(2));
