@@ -15,6 +15,8 @@
 //! * where only streams can flush (`CU_STREAM_WAIT_VALUE_FLUSH`), waits of the host cannot, so the
 //!   window is in the host's memory.
 
+mod held;
+
 use std::ffi::{c_char, c_int, c_uint, c_void};
 use std::os::fd::{FromRawFd, OwnedFd};
 use std::ptr::NonNull;
@@ -26,6 +28,7 @@ use super::OP;
 use super::areas::{DmaBuf, Source};
 use crate::host_link::Region;
 use crate::{Result, TransportError};
+use held::{Allocation, Buried, Locked};
 
 /// `CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS`, `..._WRITES_ORDERING`,
 /// `CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED`.
@@ -244,53 +247,16 @@ impl Flush {
     }
 }
 
-/// Memory of a GPU, zeroed, which begins and ends at a page of the host's.
-#[derive(Debug)]
-struct Allocation {
-    gpu: Arc<Gpu>,
-    raw: u64,
-}
-
-impl Drop for Allocation {
-    fn drop(&mut self) {
-        let raw = self.raw;
-        // SAFETY: allocated once, and used by nobody who does not hold this value.
-        let freed =
-            self.gpu.with(|driver| driver.check("cuMemFree", unsafe { (driver.free)(raw) }));
-        if let Err(error) = freed {
-            tracing::warn!(%error, "a window's memory is not given back");
-        }
-    }
-}
-
-/// Pages of the host that a GPU has mapped.
-#[derive(Debug)]
-struct Locked {
-    gpu: Arc<Gpu>,
-    region: Arc<dyn Region>,
-}
-
-impl Drop for Locked {
-    fn drop(&mut self) {
-        let at = self.region.base().as_ptr().cast();
-        // SAFETY: registered once by `GpuWindow::on_host`; the region is mapped still.
-        let code = |driver: &Driver| unsafe { (driver.host_unregister)(at) };
-        let freed = self.gpu.with(|driver| driver.check("cuMemHostUnregister", code(driver)));
-        if let Err(error) = freed {
-            tracing::warn!(%error, "pages of a window stay locked");
-        }
-    }
-}
-
 /// A window for a GPU.
 #[derive(Debug)]
 pub(super) struct GpuWindow {
+    // The first to be dropped: who gives the memory back is the last to let go of the context.
     gpu: Arc<Gpu>,
     base: NonNull<u8>,
     flush: Flush,
     /// What the NIC is given: none where that is pages of the host.
     buf: Option<Arc<DmaBuf>>,
-    _locked: Option<Locked>,
+    _locked: Option<Buried<Locked>>,
 }
 
 // SAFETY: an address of memory that the value holds; whoever uses it answers for the access.
@@ -348,7 +314,7 @@ impl GpuWindow {
         // SAFETY: pages that stay mapped while the region is held, by `Locked` from here on.
         let code = |driver: &Driver| unsafe { (driver.host_register)(at, bytes, MAPPED) };
         gpu.with(|driver| driver.check("cuMemHostRegister", code(driver)))?;
-        let locked = Locked { gpu: gpu.clone(), region: region.clone() };
+        let locked = Buried::new(Locked { gpu: gpu.clone(), region: region.clone() });
         let mut address = 0;
         gpu.with(|driver| {
             // SAFETY: registered just now; `address` is valid for the call.
@@ -381,14 +347,14 @@ impl GpuWindow {
 }
 
 /// Memory of which `bytes` begin at a page, and where.
-fn allocate(gpu: &Arc<Gpu>, bytes: usize) -> Result<(Allocation, u64)> {
+fn allocate(gpu: &Arc<Gpu>, bytes: usize) -> Result<(Buried<Allocation>, u64)> {
     let mut raw = 0;
     gpu.with(|driver| {
         // SAFETY: `raw` is valid for the call.
         let code = unsafe { (driver.alloc)(&mut raw, bytes + PAGE) };
         driver.check("cuMemAlloc", code)
     })?;
-    let memory = Allocation { gpu: gpu.clone(), raw };
+    let memory = Buried::new(Allocation { gpu: gpu.clone(), raw });
     Ok((memory, raw.next_multiple_of(PAGE as u64)))
 }
 

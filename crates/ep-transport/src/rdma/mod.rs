@@ -103,6 +103,11 @@ settings! {
     /// The largest packet in bytes, 256 to 4096. By default what both ports can.
     mtu: u32 => |o, bytes| o.mtu = Some(bytes);
     /// How long an answer to a packet may take: 4.096 µs × 2^`exponent`, 1 to 31. Default 14 (67 ms).
+    ///
+    /// A port that goes down is an error once it has been down for that time × ([`retries`] + 1), 0.47
+    /// s by default, or once a connection breaks meanwhile; one that is back before is none.
+    ///
+    /// [`retries`]: RdmaTransport::retries
     ack_timeout: u8 => |o, exponent| o.timeout = exponent;
     /// How often a packet is sent again before its peer counts as lost, 0 to 6. Default 6.
     retries: u8 => |o, count| o.retries = count;

@@ -111,12 +111,11 @@ impl Options {
         }
     }
 
-    /// How long a port may be down: as long as a packet is sent again, and not long beside the
-    /// time-outs of operations.
+    /// How long a port may be down: as long as a packet is sent again, which a peer that is spoken to
+    /// would survive. No less for being long: operations have time-outs of their own.
     pub(super) fn grace(&self) -> Duration {
-        const LONGEST: Duration = Duration::from_secs(1);
         let answer = Duration::from_nanos(4096 << self.timeout.min(31));
-        (answer * (u32::from(self.retries) + 1)).min(LONGEST)
+        answer * (u32::from(self.retries) + 1)
     }
 
     /// What all ranks have to have in common.
@@ -416,6 +415,16 @@ mod tests {
             assert_eq!(error.kind(), crate::ErrorKind::Argument, "{error}");
         }
         Options::default().check().unwrap();
+    }
+
+    /// A port may be down as long as packets are sent again, however long that is.
+    #[test]
+    fn the_grace_of_a_port_is_the_time_of_all_retries() {
+        let grace = |timeout, retries| Options { timeout, retries, ..Options::default() }.grace();
+        assert_eq!(Options::default().grace(), Duration::from_nanos(7 * (4096 << 14)));
+        assert_eq!(grace(14, 0), Duration::from_nanos(4096 << 14));
+        assert_eq!(grace(20, 6), Duration::from_nanos(7 * (4096 << 20)), "30 s");
+        assert_eq!(grace(31, 6), Duration::from_nanos(7 * (4096 << 31)), "hours");
     }
 
     #[test]
