@@ -3,13 +3,14 @@
 struct MoeBlockParams {
     MoeShape shape;
     MoeRowFormat row;
-    u64 records, physical, weights, numbers;
+    u64 lane, records, physical, weights, numbers;
     u32 rows, offset;
 };
 
 EP_CHECK_SIZE(MoeBlockParams);
 EP_CHECK_FIELD(MoeBlockParams, shape);
 EP_CHECK_FIELD(MoeBlockParams, row);
+EP_CHECK_FIELD(MoeBlockParams, lane);
 EP_CHECK_FIELD(MoeBlockParams, records);
 EP_CHECK_FIELD(MoeBlockParams, physical);
 EP_CHECK_FIELD(MoeBlockParams, weights);
@@ -23,6 +24,8 @@ EP_CHECK_FIELD(MoeBlockParams, offset);
 extern "C" __global__ void __launch_bounds__(512, 1)
     moe_read_block(const __grid_constant__ MoeBlockParams p) {
     u64 topk = p.shape.topk, choices = p.rows * topk;
+    // A block before this one may have been no good.
+    if (blockIdx.x == 0 && threadIdx.x == 0) ((MoeLane *)p.lane)->bad_choice = ~0ull;
     for (u64 at = blockIdx.x * blockDim.x + threadIdx.x; at < choices; at += gridDim.x * blockDim.x) {
         u64 row = at / topk, k = at % topk, record = p.records + row * p.row.stride;
         int id = ((const int *)(record + p.row.ids_at))[k];

@@ -267,6 +267,9 @@ __device__ void plan_nodes(Params p) {
     for (u64 at = threadIdx.x; at < (u64)c.incoming * columns; at += blockDim.x) {
         u32 i = (u32)(at / columns), column = (u32)(at % columns), before = 0;
         if (column < physical && p.alignment == 0) continue;
+        // Forwarded are rows for this node's ranks alone.
+        u32 rank = column < physical ? ((const u32 *)p.shape.rank_of)[column] : column - physical;
+        if (moe_window(p.shape, rank) == 0) continue;
         for (u32 s = 0; s < ((const u32 *)c.sources)[i]; s++)
             before += ((const u32 *)(moe_mailbox(p.shape, p.op, s) + 1))[column];
         if (column < physical) ((u32 *)c.expert_places)[(u64)i * physical + column] = before;

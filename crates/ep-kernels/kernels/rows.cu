@@ -40,6 +40,11 @@ template <bool EXPAND>
 __device__ bool rows_may_move(Params p) {
     bool bad = ((const MoeHandleHeader *)p.routing.header)->status != 0;
     if (EXPAND) return !__syncthreads_or(bad || ((const MoeLane *)p.op.lane)->refused != 0);
+#ifdef EP_FORWARD
+    // Announcements say nothing of whether the blocks came: where that wait was released, no other rank is
+    // to get what lies there.
+    if (moe_poisoned(p.shape, bad)) return false;
+#endif
     if (p.check) return moe_goes_on(p.shape, p.op, bad);
     // Where the host had to know, a kernel before this one has judged.
     if (p.shape.far) bad |= ((const MoeLane *)p.op.lane)->refused != 0;

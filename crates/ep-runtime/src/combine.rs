@@ -39,7 +39,7 @@ pub enum Precision {
     /// then sums the nodes' rows, its own node's included, in f32 in the order of nodes, adds biases
     /// and rounds: two roundings, whatever the layout, and the same on whichever node the rank is.
     /// In a group of one node the second rounding changes nothing but for biases: without them it is
-    /// [`Precision::Exact`]. Needs a layer built with
+    /// [`Precision::Exact`], and on GPUs it takes none. Needs a layer built with
     /// [`Hierarchy::Node`](crate::Hierarchy::Node). Nodes are numbered by their lowest rank.
     NodeReduced,
 }

@@ -91,7 +91,8 @@ impl MoeShape {
 
     /// With [`Hierarchy::Node`](crate::Hierarchy::Node), the rows of other nodes a rank can be given
     /// to forward in one dispatch; by default the worst case, `max_tokens` of every rank that may
-    /// send it some. More are [`EpError::Capacity`] on every rank.
+    /// send it some. More are [`EpError::Capacity`] on every rank. On GPUs every handle has room for the
+    /// choices of as many.
     pub fn max_forward_rows(mut self, rows: usize) -> Self {
         self.max_forward_rows = Some(rows);
         self

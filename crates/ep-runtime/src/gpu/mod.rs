@@ -178,11 +178,12 @@ impl Gpu {
     /// What ships for a layer like this.
     pub fn shipped(&self, moving: Moving, row_bytes: u32) -> MovePlan {
         let (tokens, device) = (self.sizes.tokens, self.machine.properties());
-        match (moving.copies(), self.beside_compute) {
+        let plan = match (moving.copies(), self.beside_compute) {
             (true, false) => MovePlan::rows(row_bytes, tokens, self.sms, device),
             (true, true) => MovePlan::rows_beside_compute(row_bytes, tokens, self.sms, device),
             (false, _) => MovePlan::sums(row_bytes, self.sms, device),
-        }
+        };
+        plan.fitted(self.columns(), device)
     }
 
     /// What the caller said, and what was found.

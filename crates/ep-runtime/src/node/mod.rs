@@ -7,7 +7,7 @@
 //! would have put it. All places follow from what is announced: beside its counts per expert and
 //! rank, each rank tells how many of its tokens cross to each node.
 //!
-//! No flag is added. `Done` towards a bulk peer says that the blocks for its node are there; a rail
+//! On hosts (`crate::gpu::nodes` says what differs on GPUs) no flag is added. `Done` towards a bulk peer says that the blocks for its node are there; a rail
 //! consumes it from all bulk peers before it forwards, and then raises `Done` at the ranks of its own
 //! node. All put before any waits, so ranks that do the same cannot wait in a circle. A rank announces
 //! its next operation on a lane after it has forwarded, so its staging is not written before that.

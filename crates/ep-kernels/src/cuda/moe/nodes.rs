@@ -46,7 +46,17 @@ pub(crate) static NODES: KernelSource = KernelSource {
     shared: &[MOE_HEADER],
     text: include_str!("../../../kernels/nodes.cu"),
     layouts: &[
-        layout!(MoeBlockParams { shape, row, records, physical, weights, numbers, rows, offset }),
+        layout!(MoeBlockParams {
+            shape,
+            row,
+            lane,
+            records,
+            physical,
+            weights,
+            numbers,
+            rows,
+            offset
+        }),
         layout!(MoeSplitParams {
             shape,
             routing,
@@ -97,6 +107,7 @@ pub struct MoeCrossing {
 struct MoeBlockParams {
     shape: MoeShape,
     row: MoeRowFormat,
+    lane: u64,
     records: u64,
     physical: u64,
     weights: u64,
@@ -131,13 +142,15 @@ unsafe impl Plain for MoeBlockParams {}
 // SAFETY: the struct of a kernel whose layout checks are compiled against this one's.
 unsafe impl KernelParams for MoeBlockParams {}
 const _: () = assert!(size_of::<MoeCrossing>() == 8 * 8 + 4 * 4);
-const _: () = assert!(size_of::<MoeBlockParams>() == 128 + 32 + 4 * 8 + 2 * 4);
+const _: () = assert!(size_of::<MoeBlockParams>() == 128 + 32 + 5 * 8 + 2 * 4);
 
 /// Reading the records of a block that another node's rank sent here. Addresses are device addresses.
 #[derive(Clone, Copy, Debug)]
 pub struct BlockArgs {
     /// The layer.
     pub shape: MoeShape,
+    /// The `MoeLane` of the layout that follows: it starts without a bad choice.
+    pub lane: u64,
     /// The records.
     pub format: MoeRowFormat,
     /// The first of them.
@@ -232,10 +245,11 @@ impl NodeKernels {
     /// The driver's.
     pub unsafe fn read(&self, stream: CUstream, args: &BlockArgs) -> Result<(), CudaError> {
         let &BlockArgs { shape, format, records, rows, offset, physical, weights, .. } = args;
-        let numbers = args.numbers;
+        let (lane, numbers) = (args.lane, args.numbers);
         let params = MoeBlockParams {
             shape,
             row: format,
+            lane,
             records,
             physical,
             weights,

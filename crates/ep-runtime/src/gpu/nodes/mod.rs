@@ -261,6 +261,7 @@ impl Gpu {
     ) -> Result<()> {
         let block = BlockArgs {
             shape: self.shape,
+            lane: all.lanes[turn.lane],
             format,
             records,
             rows: routing.tokens,

@@ -176,7 +176,7 @@ impl Layer<'_> {
     /// Whether a plan, on as many SMs as this layer has, can be launched. What a file says is not
     /// believed.
     fn fits(&self, moving: Moving, plan: &MovePlan) -> bool {
-        let checked = moving.check(&self.sized(*plan), self.ep.world(), self.properties());
+        let checked = moving.check(&self.sized(*plan), self.gpu().columns(), self.properties());
         if let Err(error) = &checked {
             tracing::warn!(kernel = moving.name(), "ignoring a cached plan: {error}");
         }
@@ -264,7 +264,7 @@ impl Layer<'_> {
         // First: what is launched where nothing else is faster.
         let shipped = self.gpu().shipped(moving, row_bytes);
         let all = std::iter::once(shipped).chain(tried.filter(|plan| *plan != shipped));
-        all.filter(|plan| moving.check(plan, self.ep.world(), device).is_ok())
+        all.filter(|plan| moving.check(plan, self.gpu().columns(), device).is_ok())
             .filter_map(|plan| StoredPlan::new(&plan))
             .collect()
     }
