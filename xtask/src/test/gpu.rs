@@ -20,6 +20,8 @@ struct Case {
     env: &'static [(&'static str, &'static str)],
 }
 
+/// Tests of one program share GPUs, and some count what is free.
+const ALONE: &str = "--test-threads=1";
 /// What a program prints that found no GPU.
 const SKIPPED: &str = "skipped:";
 
@@ -29,7 +31,7 @@ const CASES: [Case; 5] = [
         what: "graphs",
         package: "ep-runtime",
         programs: &["gpu_graphs"],
-        args: &["--show-output"],
+        args: &[ALONE, "--show-output"],
         env: &[],
     },
     Case {
@@ -44,7 +46,7 @@ const CASES: [Case; 5] = [
             "gpu_processes",
         ],
         // Rows of training are too many for it.
-        args: &["--skip", "shapes_of_training", "--skip", "rows_that_go_in_parts"],
+        args: &[ALONE, "--skip", "shapes_of_training", "--skip", "rows_that_go_in_parts"],
         env: &[
             ("EP_GPU_CASES", "8"),
             ("EP_GPU_LARGE", "1"),
@@ -58,14 +60,14 @@ const CASES: [Case; 5] = [
         what: "one GPU, one hardware queue",
         package: "ep-runtime",
         programs: &["gpu_layer"],
-        args: &[],
+        args: &[ALONE],
         env: &[("EP_EMULATOR_DEVICES", "1"), ("CUDA_DEVICE_MAX_CONNECTIONS", "1")],
     },
     Case {
         what: "GPUs that lack what may be lacking",
         package: "ep-runtime",
         programs: &["gpu_layer"],
-        args: &[],
+        args: &[ALONE],
         env: &[("EP_EMULATOR_NO", "memops,green,clusters"), ("EP_EMULATOR_SEED", "1")],
     },
     Case {
