@@ -293,9 +293,11 @@ impl Gpu {
                 format!("the transport's windows are in {:?}, not on GPU {ordinal}", link.memory());
             return Err(unfit(detail).into());
         }
-        let side = link
-            .stream_side()
-            .ok_or_else(|| unfit("the transport cannot signal and wait on streams".into()))?;
+        let side = link.stream_side().ok_or_else(|| {
+            let detail = "the transport cannot signal and wait on streams; those of NVLink and NCCL \
+                          can, no layer can be built on RdmaTransport::cuda yet";
+            unfit(detail.into())
+        })?;
         let sizes = Sizes::new(shape, handles, sms, window.has_staging());
         let (_, greatest) = device.priorities()?;
         // What the host waits for is no part of communication, so not of its partition.

@@ -5,6 +5,9 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
+#[cfg(feature = "cuda")]
+use super::OP;
+use crate::TransportError;
 use crate::host_link::Region;
 
 /// Memory from some offset of a rank's on, as a NIC knows it. It ends where the next begins: no put
@@ -44,6 +47,32 @@ pub(super) struct DmaBuf {
     pub bytes: usize,
     /// What the file stands for stays allocated.
     pub _memory: Box<dyn std::fmt::Debug + Send + Sync>,
+}
+
+/// Why memory cannot be registered.
+#[derive(Debug)]
+pub(super) enum Refused {
+    /// NICs do not reach a device's memory here, which only says that the window has to be elsewhere.
+    #[cfg(feature = "cuda")]
+    Unreachable(String),
+    /// Something else is wrong, with windows anywhere.
+    Failed(TransportError),
+}
+
+impl From<TransportError> for Refused {
+    fn from(error: TransportError) -> Self {
+        Self::Failed(error)
+    }
+}
+
+impl From<Refused> for TransportError {
+    fn from(refused: Refused) -> Self {
+        match refused {
+            #[cfg(feature = "cuda")]
+            Refused::Unreachable(detail) => Self::Unsupported { op: OP, detail },
+            Refused::Failed(error) => error,
+        }
+    }
 }
 
 impl Source {

@@ -10,12 +10,12 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use serde::{Deserialize, Serialize};
 
 use super::OP;
-use super::areas::{self, Area, Source};
+use super::areas::{self, Area, Refused, Source};
 use super::device::{Completion, Device, Id, Kind};
 use super::events::{self, Event};
 use super::options::{Chosen, Family, Options};
 use super::pair::{Completions, Pair, PairSize, Write};
-use super::verbs::{Context, Domain, Registered};
+use super::verbs::{Context, Domain, Registered, failed};
 use crate::rdma_plan::SEND_QUEUE;
 use crate::{Result, TransportError};
 
@@ -69,28 +69,27 @@ impl std::fmt::Debug for Endpoint {
 }
 
 impl Endpoint {
-    /// Opens the NIC, registers `memory` (each with the offset at which it begins) and makes queue
-    /// pairs for the `bulk` peers of `world`.
-    pub(super) fn open(
-        chosen: &Chosen,
-        memory: &[(usize, Source)],
-        bulk: &[usize],
-        world: usize,
-        options: &Options,
-    ) -> Result<Self> {
-        Self::on(Context::open(&chosen.device)?, chosen, memory, (bulk, world), options)
-    }
-
-    /// The same on a device that is open.
-    fn on(
+    /// Registers `memory` with a NIC that is open (each with the offset at which it begins) and makes
+    /// queue pairs for the `bulk` peers of `world`.
+    ///
+    /// # Errors
+    /// [`Refused::Unreachable`] if it is only that the NIC cannot reach a device's memory.
+    pub(super) fn on(
         context: Arc<Context>,
         chosen: &Chosen,
         memory: &[(usize, Source)],
         (bulk, world): (&[usize], usize),
         options: &Options,
-    ) -> Result<Self> {
+    ) -> Result<Self, Refused> {
         let device = context.device()?;
+        // Before the look at the port: what befalls it after that, an event tells.
+        events::unblock(&context)?;
         let port = context.port(chosen.port)?;
+        if port.state != ffi::ibv_port_state::IBV_PORT_ACTIVE {
+            // It was when it was chosen.
+            let detail = format!("port {} of {} is down", chosen.port, chosen.device);
+            return Err(failed("ibv_query_port", libc::ENETDOWN, detail).into());
+        }
         let gid = chosen.gid.map(|(index, _)| context.gid(chosen.port, index)).transpose()?;
         let size = PairSize { send: SEND_QUEUE + 1, receive: options.depth };
         let entries = bulk.len() * options.queue_pairs * (size.send + size.receive);
@@ -106,7 +105,7 @@ impl Endpoint {
                      queue pairs",
                     chosen.device
                 );
-                return Err(TransportError::Unsupported { op: OP, detail });
+                return Err(TransportError::Unsupported { op: OP, detail }.into());
             }
         }
         if options.pkey_index >= port.pkey_tbl_len {
@@ -114,15 +113,14 @@ impl Endpoint {
                 "port {} of {} has {} partition keys, index {} is asked for",
                 chosen.port, chosen.device, port.pkey_tbl_len, options.pkey_index
             );
-            return Err(TransportError::Unsupported { op: OP, detail });
+            return Err(TransportError::Unsupported { op: OP, detail }.into());
         }
         let completions = Completions::new(&context, entries.max(1))?;
         let domain = Domain::new(&context)?;
-        events::unblock(&context)?;
         let register = |(_, source): &(usize, Source)| {
             Registered::new(&domain, source.clone(), options.relaxed)
         };
-        let registered = memory.iter().map(register).collect::<Result<Vec<_>>>()?;
+        let registered = memory.iter().map(register).collect::<Result<Vec<_>, _>>()?;
         let area = |((from, source), known): (&(usize, Source), &Registered)| Area {
             from: *from,
             address: source.address(),

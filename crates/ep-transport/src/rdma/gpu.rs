@@ -25,7 +25,7 @@ use std::sync::{Arc, OnceLock};
 use libloading::os::unix::Library;
 
 use super::OP;
-use super::areas::{DmaBuf, Source};
+use super::areas::{DmaBuf, Refused, Source};
 use crate::host_link::Region;
 use crate::{Result, TransportError};
 use held::{Allocation, Buried, Locked};
@@ -268,10 +268,10 @@ impl GpuWindow {
     /// In the GPU's own memory.
     ///
     /// # Errors
-    /// [`TransportError::Unsupported`] saying why NICs cannot reach that memory.
-    pub(super) fn on_device(gpu: &Arc<Gpu>, bytes: usize) -> Result<Self> {
+    /// [`Refused::Unreachable`] saying why NICs cannot reach that memory.
+    pub(super) fn on_device(gpu: &Arc<Gpu>, bytes: usize) -> Result<Self, Refused> {
         let driver = gpu.driver;
-        let unable = |detail: String| Err(TransportError::Unsupported { op: OP, detail });
+        let unable = |detail: String| Err(Refused::Unreachable(detail));
         let exports = gpu.attribute(DMA_BUF_SUPPORTED) != 0;
         let functions = (driver.range_handle.filter(|_| exports), driver.set, driver.set_attribute);
         let (Some(export), Some(set), Some(set_attribute)) = functions else {
@@ -290,7 +290,7 @@ impl GpuWindow {
         };
         let Some(bytes) = bytes.max(1).checked_next_multiple_of(PAGE) else {
             let detail = format!("a window of {bytes} bytes");
-            return Err(TransportError::Argument { op: OP, detail });
+            return Err(TransportError::Argument { op: OP, detail }.into());
         };
         let (memory, address) = allocate(gpu, bytes)?;
         zero(&memory, (address, bytes), set, set_attribute)?;
@@ -386,24 +386,25 @@ fn pointer(address: u64) -> Result<NonNull<u8>> {
     })
 }
 
-/// Puts a window where `open` can do with it: in the GPU's memory, else in `own`. `open` gets what NICs
+/// Puts a window where `open` can do with it: in the GPU's memory, or in `own` if NICs do not reach
+/// that; any other failure is one. `open` gets what NICs
 /// have to register, each with the offset in the rank's memory at which it begins; `words` is where
 /// in `own` that begins which is on the host in any case.
 pub(super) fn place<T>(
     gpu: &Arc<Gpu>,
     (own, words): (&Arc<dyn Region>, usize),
     bytes: usize,
-    open: impl Fn(&[(usize, Source)]) -> Result<T>,
+    open: impl Fn(&[(usize, Source)]) -> Result<T, Refused>,
 ) -> Result<(GpuWindow, T)> {
     let pages = |from| (from, Source::Pages { region: own.clone(), from });
     let on_device = || {
         let window = GpuWindow::on_device(gpu, bytes)?;
         let buf = window.buf.clone().expect("a window on the device is exported");
         let opened = open(&[(0, Source::DmaBuf(buf)), pages(words)])?;
-        Ok((window, opened))
+        Ok::<_, Refused>((window, opened))
     };
     match on_device() {
-        Err(TransportError::Unsupported { detail, .. }) => {
+        Err(Refused::Unreachable(detail)) => {
             tracing::warn!(
                 gpu = gpu.ordinal,
                 why = %detail,
@@ -413,7 +414,8 @@ pub(super) fn place<T>(
             let opened = open(&[pages(0)])?;
             Ok((window, opened))
         }
-        placed => placed,
+        Err(Refused::Failed(error)) => Err(error),
+        Ok(placed) => Ok(placed),
     }
 }
 

@@ -27,6 +27,8 @@ pub(super) struct Asked {
     pub receives: usize,
     /// The `errno` of registrations of dma-bufs; none if they are taken.
     pub refusal: Option<i32>,
+    /// The port is down.
+    pub down: bool,
 }
 
 /// What was asked of whom, by the context's address: libibverbs' functions know no more.
@@ -86,9 +88,18 @@ unsafe extern "C" fn device(_: *mut ffi::ibv_context, into: *mut ffi::ibv_device
     0
 }
 
-unsafe extern "C" fn port(_: *mut ffi::ibv_context, _: u8, into: *mut ffi::ibv_port_attr) -> c_int {
+unsafe extern "C" fn port(
+    context: *mut ffi::ibv_context,
+    _: u8,
+    into: *mut ffi::ibv_port_attr,
+) -> c_int {
+    use ffi::ibv_port_state as Port;
     // SAFETY: the caller gives a place for one.
     unsafe { ((*into).active_mtu, (*into).pkey_tbl_len) = (5, 1) };
+    let state =
+        if of(context, |asked| asked.down) { Port::IBV_PORT_DOWN } else { Port::IBV_PORT_ACTIVE };
+    // SAFETY: the same place.
+    unsafe { (*into).state = state };
     0
 }
 

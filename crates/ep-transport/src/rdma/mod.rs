@@ -41,16 +41,20 @@ use serde::{Deserialize, Serialize};
 
 use crate::host_link::Region;
 use crate::{Deadline, Group, Link, Memory, Result, Transport, TransportError, WindowSpec};
-use areas::Source;
+use areas::{Refused, Source};
 use device::Device;
 use endpoint::{Card, Endpoint};
 use layout::Layout;
 use link::{Opened, RdmaLink};
 use nodes::Nodes;
 use options::{Chosen, Options};
+use verbs::Context;
 use window::Window;
 
 const OP: &str = "open";
+
+/// A NIC that is open, and the cores near it.
+type OpenNic = (Arc<Context>, Chosen, Vec<u32>);
 
 /// The transport between hosts: ranks of one host map each other's windows, those of others are
 /// reached by RDMA writes over reliably connected queue pairs (InfiniBand, RoCE).
@@ -133,6 +137,8 @@ settings! {
 settings! {
     /// Windows are on the GPU with this ordinal among those the process sees, on all ranks. Then no
     /// two ranks map each other's windows, not even on one host, and operations take the host queue.
+    /// So such a link is one to put, signal and wait over; no layer can be built on it yet, on host or
+    /// GPU, as those of GPUs signal and wait on streams.
     ///
     /// The NICs reach the GPU's memory through a dma-buf (`cuMemGetHandleForAddressRange`,
     /// `ibv_reg_dmabuf_mr`) where driver and NIC have that, and the host makes the GPU see what
@@ -189,8 +195,17 @@ impl RdmaTransport {
         let regions = nodes.share(group, layout.bytes, deadline);
         let prepared = regions.and_then(|regions| {
             let own = regions[group.rank()].clone().expect("a rank has a window");
-            let open = |memory: &[(usize, Source)]| self.prepare(group, &nodes, memory);
-            let (window, endpoints) = self.place((spec, layout), own, open)?;
+            // First what has nothing to do with where the window is.
+            let nics = self.open_nics(&nodes)?;
+            let register = |memory: &[(usize, Source)]| {
+                let (bulk, options) = ((nodes.bulk(), group.world()), &self.options);
+                let on = |(context, chosen, cores): &OpenNic| {
+                    let opened = Endpoint::on(context.clone(), chosen, memory, bulk, options)?;
+                    Ok((opened, cores.clone()))
+                };
+                nics.iter().map(on).collect::<Result<Vec<_>, Refused>>()
+            };
+            let (window, endpoints) = self.place((spec, layout), own, register)?;
             Ok((regions, window, endpoints))
         });
         let card = |endpoint: &(Endpoint, Vec<u32>)| endpoint.0.card(&self.options);
@@ -214,7 +229,7 @@ impl RdmaTransport {
         &self,
         (spec, layout): (WindowSpec, Layout),
         own: Arc<dyn Region>,
-        open: impl Fn(&[(usize, Source)]) -> Result<T>,
+        open: impl Fn(&[(usize, Source)]) -> Result<T, Refused>,
     ) -> Result<(Window, T)> {
         #[cfg(feature = "cuda")]
         if let Memory::Cuda { ordinal } = self.options.memory {
@@ -228,24 +243,18 @@ impl RdmaTransport {
     }
 
     /// Chooses and opens this rank's NICs, each with the cores near it.
-    fn prepare(
-        &self,
-        group: &Group,
-        nodes: &Nodes,
-        memory: &[(usize, Source)],
-    ) -> Result<Vec<(Endpoint, Vec<u32>)>> {
+    fn open_nics(&self, nodes: &Nodes) -> Result<Vec<OpenNic>> {
         if nodes.bulk().is_empty() {
             return Ok(Vec::new());
         }
         let host = Host::observe(Path::new("/sys"), Path::new("/proc"), Path::new("/dev"));
         let chosen = options::choose(&host.nics, &self.options, nodes.local())?;
-        let open = |one: &Chosen| {
+        let open = |one: Chosen| {
             let cores =
                 if self.options.pin { link::cores_near(&host, one.numa_node) } else { Vec::new() };
-            let bulk = nodes.bulk();
-            Ok((Endpoint::open(one, memory, bulk, group.world(), &self.options)?, cores))
+            Ok((Context::open(&one.device)?, one, cores))
         };
-        chosen.iter().map(open).collect()
+        chosen.into_iter().map(open).collect()
     }
 
     fn connect(

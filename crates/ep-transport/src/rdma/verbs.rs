@@ -10,7 +10,7 @@ use std::sync::{Arc, OnceLock};
 use ibverbs_sys as ffi;
 
 use super::OP;
-use super::areas::Source;
+use super::areas::{Refused, Source};
 use crate::{Result, TransportError};
 
 /// What to install where the library is missing.
@@ -285,8 +285,12 @@ impl Registered {
     /// `relaxed`: writes of different messages may reach memory in any order.
     ///
     /// # Errors
-    /// [`TransportError::Unsupported`] where a dma-buf cannot be registered at all.
-    pub(super) fn new(domain: &Arc<Domain>, memory: Source, relaxed: bool) -> Result<Self> {
+    /// [`Refused::Unreachable`] where a dma-buf cannot be registered at all.
+    pub(super) fn new(
+        domain: &Arc<Domain>,
+        memory: Source,
+        relaxed: bool,
+    ) -> Result<Self, Refused> {
         let relaxed =
             if relaxed { ffi::ibv_access_flags::IBV_ACCESS_RELAXED_ORDERING.0 } else { 0 };
         let access = ffi::ibv_access_flags::IBV_ACCESS_LOCAL_WRITE.0
@@ -328,11 +332,15 @@ fn pages(domain: &Domain, memory: &Source, access: u32, relaxed: u32) -> *mut ff
 
 /// Registers a device's memory; null and `errno` where that fails.
 #[cfg(feature = "cuda")]
-fn dma_buf(domain: &Domain, buf: &super::areas::DmaBuf, access: u32) -> Result<*mut ffi::ibv_mr> {
+fn dma_buf(
+    domain: &Domain,
+    buf: &super::areas::DmaBuf,
+    access: u32,
+) -> Result<*mut ffi::ibv_mr, Refused> {
     use std::os::fd::AsRawFd;
     let Some(register) = domain.context.library.ibv_reg_dmabuf_mr else {
         let detail = format!("libibverbs has no ibv_reg_dmabuf_mr: version 34 does ({PACKAGES})");
-        return Err(TransportError::Unsupported { op: OP, detail });
+        return Err(Refused::Unreachable(detail));
     };
     let (fd, pd) = (buf.fd.as_raw_fd(), domain.raw.as_ptr());
     // Peers name bytes by the device's own addresses, as they do those of hosts.
@@ -341,19 +349,18 @@ fn dma_buf(domain: &Domain, buf: &super::areas::DmaBuf, access: u32) -> Result<*
 }
 
 /// The error of a registration that has just failed.
-fn refused(domain: &Domain, memory: &Source) -> TransportError {
+fn refused(domain: &Domain, memory: &Source) -> Refused {
     let code = std::io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO);
     let (bytes, name) = (memory.bytes(), &domain.context.name);
     #[cfg(feature = "cuda")]
     if let Source::DmaBuf(_) = memory {
         let what = format!("{name} takes no dma-buf of {bytes} bytes");
-        // What drivers and kernels without dma-buf answer; anything else is a failure.
+        // What libraries, drivers and kernels without dma-buf answer; anything else is a failure.
         return match code {
-            libc::EOPNOTSUPP | libc::ENOSYS | libc::EINVAL | libc::EPROTONOSUPPORT => {
-                let detail = format!("{what}: {}", std::io::Error::from_raw_os_error(code));
-                TransportError::Unsupported { op: OP, detail }
+            libc::EOPNOTSUPP | libc::ENOSYS | libc::EPROTONOSUPPORT => {
+                Refused::Unreachable(format!("{what}: {}", std::io::Error::from_raw_os_error(code)))
             }
-            _ => failed("ibv_reg_dmabuf_mr", code, what),
+            _ => failed("ibv_reg_dmabuf_mr", code, what).into(),
         };
     }
     let remedy = match code {
@@ -363,7 +370,7 @@ fn refused(domain: &Domain, memory: &Source) -> TransportError {
         }
         _ => "",
     };
-    failed("ibv_reg_mr", code, format!("{bytes} bytes on {name}{remedy}"))
+    failed("ibv_reg_mr", code, format!("{bytes} bytes on {name}{remedy}")).into()
 }
 
 impl Drop for Registered {

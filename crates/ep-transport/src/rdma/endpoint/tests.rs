@@ -80,14 +80,28 @@ fn a_dma_buf_is_an_area_of_its_own() {
         Endpoint::on(context, &chosen, &memory(buf()), (&[1], 2), &options).unwrap_err()
     };
     nic.asked(|asked| asked.refusal = Some(libc::EOPNOTSUPP));
-    let error = refused(&nic);
-    assert_eq!(error.kind(), crate::ErrorKind::Unsupported);
-    assert!(error.to_string().contains("c takes no dma-buf of 65536 bytes"), "{error}");
-    nic.asked(|asked| asked.refusal = Some(libc::ENOMEM));
-    let error = refused(&nic);
-    assert_eq!((error.kind(), error.code()), (crate::ErrorKind::Device, Some(libc::ENOMEM)));
-    let error = refused(&Nic::without_dma_bufs("c"));
-    assert!(error.to_string().contains("version 34"), "{error}");
+    let Refused::Unreachable(why) = refused(&nic) else { panic!("a failure") };
+    assert!(why.contains("c takes no dma-buf of 65536 bytes"), "{why}");
+    for code in [libc::ENOMEM, libc::EINVAL] {
+        nic.asked(|asked| asked.refusal = Some(code));
+        let Refused::Failed(error) = refused(&nic) else { panic!("{code} is no lack of support") };
+        assert_eq!((error.kind(), error.code()), (crate::ErrorKind::Device, Some(code)));
+    }
+    let Refused::Unreachable(why) = refused(&Nic::without_dma_bufs("c")) else { panic!() };
+    assert!(why.contains("version 34"), "{why}");
+}
+
+/// A port that went down after it was chosen raises no event any more.
+#[test]
+fn a_port_that_is_down_by_then_is_an_error() {
+    let nic = Nic::new("d");
+    nic.asked(|asked| asked.down = true);
+    let chosen = Chosen { device: "d".into(), port: 1, gid: None, numa_node: None };
+    let (context, options) = (nic.context.clone(), Options::default());
+    let refused = Endpoint::on(context, &chosen, &whole(4096), (&[1], 2), &options);
+    let Refused::Failed(error) = refused.unwrap_err() else { panic!("a failure") };
+    assert_eq!(error.code(), Some(libc::ENETDOWN));
+    assert!(error.to_string().contains("port 1 of d is down"), "{error}");
 }
 
 proptest! {

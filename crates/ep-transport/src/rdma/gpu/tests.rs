@@ -199,8 +199,7 @@ fn placed(gpu: &Arc<Gpu>, takes_dma_buf: bool) -> Result<(GpuWindow, Registered)
     let own = pages(200_704);
     place(gpu, (&own, 102_400), 100_000, |memory| {
         if !takes_dma_buf && memory.len() > 1 {
-            let detail = "takes no dma-buf".into();
-            return Err(TransportError::Unsupported { op: OP, detail });
+            return Err(Refused::Unreachable("takes no dma-buf".into()));
         }
         let of = |(from, source): &(usize, Source)| (*from, source.address(), source.bytes());
         Ok(memory.iter().map(of).collect())
@@ -266,6 +265,20 @@ fn without_dma_buf_the_window_is_in_locked_memory_of_the_host() {
     // The GPU could, the NIC cannot.
     let (_turn, gpu) = gpu_with((100, 1, 1), |_| {});
     on_host(gpu, false);
+}
+
+/// That something is not supported says nothing of where the window should be.
+#[test]
+fn what_a_nic_lacks_besides_is_an_error_and_no_other_window() {
+    let (_turn, gpu) = gpu_with((100, 1, 1), |_| {});
+    let own = pages(200_704);
+    let opened = place(&gpu, (&own, 102_400), 100_000, |_| -> Result<(), Refused> {
+        let detail = "the NIC has too few queue pairs".into();
+        Err(TransportError::Unsupported { op: OP, detail }.into())
+    });
+    let text = opened.unwrap_err().to_string();
+    assert!(text.contains("too few queue pairs"), "{text}");
+    given_back();
 }
 
 #[test]
