@@ -1,7 +1,7 @@
 //! RDMA with windows of GPUs, on real verbs. These tests need the devices `rxe0` and `rxe1`, as those
 //! of `tests/rdma.rs` do, and a GPU, for which the project's emulator of one will do: soft-RoCE takes
-//! no dma-buf, so the windows are in page-locked memory of the host either way. Without a GPU each
-//! says so and passes.
+//! no dma-buf, so the windows are in page-locked memory of the host either way. Without libcuda each
+//! says so and passes; with it, whatever else is missing is a failure.
 //!
 //! ```sh
 //! cargo xtask rdma-vm -e LD_LIBRARY_PATH=/gpu -f EMULATOR/libcuda.so.1:/gpu/libcuda.so.1 -- \
@@ -16,17 +16,18 @@ use ep_transport::{Deadline, Group, Memory, RdmaTransport, Reach, Transport, Win
 
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// Whether there is a GPU.
+/// Whether there is a driver of GPUs. With one, whatever else is missing is a failure.
 fn gpu() -> bool {
     let there = RdmaTransport::new().cuda(0).open(
         &Group::local(1).unwrap().remove(0),
         WindowSpec { bytes: 4096, flags: 1 },
         Deadline::after(LIMIT),
     );
-    if let Err(why) = &there {
-        eprintln!("skipped: {why}");
-    }
-    there.is_ok()
+    let Err(why) = there else { return true };
+    let why = why.to_string();
+    assert!(why.contains("libcuda.so.1 cannot be opened"), "{why}");
+    eprintln!("skipped: {why}");
+    false
 }
 
 /// Ranks that alternate between the two devices. They are all on one host: that they do not map each

@@ -246,10 +246,13 @@ impl Drop for RdmaLink {
     }
 }
 
-// SAFETY: mappings come from regions that `self` holds, as long as the layout, which holds the
-// window; ranks are partitioned into nodes by what they all said, so that either both of two map
+// SAFETY: a mapping is of this rank's region or a mapped peer's, which `self` holds and which are as
+// long as the layout, which holds the window; or of a window on a GPU, whose allocation, or locked pages
+// of this rank's region, `self.own` holds: it was made for `spec.bytes`, and who has such a one maps no
+// peer's. Ranks are partitioned into nodes by what they all said, so that either both of two map
 // each other or none does. Order: a proxy counts every write of an epoch before it raises the flag
-// that ends it, and `FlagBoard` does the rest; puts and signals to one peer go through each ring in
+// that ends it, and `FlagBoard` does the rest, except that a GPU may not see what its NIC has reported
+// as written: `wait` flushes that, behind the flag, before it returns; puts and signals to one peer go through each ring in
 // the order of the calls, and a signal goes through all of them.
 unsafe impl Link for RdmaLink {
     fn window(&self) -> Mapping {

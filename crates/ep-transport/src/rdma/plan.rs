@@ -19,8 +19,11 @@ pub(crate) const RING: usize = 1024;
 
 const PAGE: usize = 4096;
 
-/// What one rank's `RdmaTransport` link takes of memory and of its
-/// NICs: exact numbers of bytes, and of entries where their size is the NIC driver's choice.
+/// What one rank's `RdmaTransport` link with its window in host memory takes of memory that NICs see
+/// and of its NICs: exact numbers of bytes, and of entries where their size is the NIC driver's choice.
+///
+/// Not in it: what a proxy keeps of each peer on the heap; the driver's own memory of a NIC; and what
+/// windows on a GPU take besides (the window there in pages of 64 KiB, and one more of those).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct RdmaPlan {

@@ -149,7 +149,9 @@ impl<D: Device> Proxy<D> {
             busy |= self.reap()?;
             busy |= self.post()?;
             self.tell()?;
-            self.watch()?;
+            if !self.watch()? {
+                return self.outlast();
+            }
             self.judge();
             if self.drained {
                 self.shared.passed(self.setup.nic);

@@ -74,6 +74,40 @@ fn a_queue_pair_that_fails_is_everyones_error() {
     is_everyones_error(Event::Pair { id, status: 10, detail }, &texts, 1);
 }
 
+/// What befalls a NIC through which nobody is reached any more ends no group.
+#[test]
+fn a_nic_that_nobody_needs_may_fail() {
+    let (call, code) = ("ibv_get_async_event", libc::EIO);
+    let dead = TransportError::Device { op: "rdma", call, code, detail: "removed".into() };
+    for event in [Event::Dead(dead), Event::PortDown { port: "port 1".into() }] {
+        let (ranks, fabrics) = ranks(2, (1, 1, 1), 12);
+        let run = |(group, transport): (Group, super::simulated::Simulated)| {
+            let link = transport.open(&group, SPEC, after()).unwrap();
+            group.barrier().unwrap();
+            if group.rank() == 1 {
+                drop(link);
+                group.barrier().unwrap();
+                group.barrier().unwrap();
+                return;
+            }
+            group.barrier().unwrap();
+            let fabric = fabrics.0.lock()[&(0, 0)].clone();
+            fabric.lock().events.entry(0).or_default().push(event.clone());
+            // Longer than a port may be down.
+            std::thread::sleep(Duration::from_millis(700));
+            // More than a NIC's ring takes at once.
+            for _ in 0..2000 {
+                link.put(&QUEUE, Put { peer: 1, from: 0, to: 0, bytes: 64 }).unwrap();
+            }
+            link.flush(&QUEUE, after()).unwrap();
+            group.barrier().unwrap();
+        };
+        std::thread::scope(|scope| {
+            ranks.into_iter().for_each(|one| drop(scope.spawn(|| run(one))))
+        });
+    }
+}
+
 /// A port that is back before packets are given up is no failure.
 #[test]
 fn a_port_that_comes_back_is_no_failure() {

@@ -50,11 +50,27 @@ impl Window {
             let hand = crate::nvlink::Hand::take(gpu.ordinal())?;
             // SAFETY: by this function's contract.
             unsafe { hand.copy(to as u64, from as u64, bytes)? };
-            return hand.settle(crate::Deadline::after(crate::DEFAULT_TIMEOUT));
+            let deadline = crate::Deadline::after(crate::DEFAULT_TIMEOUT);
+            return hand.settle(deadline).map_err(|error| unsettled(error, deadline));
         }
         // SAFETY: by this function's contract; the ranges may overlap, which `copy` allows.
         unsafe { std::ptr::copy(from, to, bytes) };
         Ok(())
+    }
+}
+
+/// The error of a copy that was started: one that does not end in time is no lack of support, after
+/// which the group would be as good as before.
+#[cfg(feature = "cuda")]
+fn unsettled(error: TransportError, deadline: crate::Deadline) -> TransportError {
+    match error {
+        TransportError::Unsupported { detail, .. } => TransportError::Timeout {
+            op: "put",
+            peers: Vec::new(),
+            after: deadline.length(),
+            hint: format!("; {detail}"),
+        },
+        other => other,
     }
 }
 
@@ -67,4 +83,22 @@ pub(super) fn on_host(op: &'static str, queue: &Queue) -> Result<()> {
     let detail =
         "streams are no queues of RDMA links: wait for the stream, then use the host queue";
     Err(TransportError::Unsupported { op, detail: detail.into() })
+}
+
+#[cfg(all(test, feature = "cuda"))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_copy_that_does_not_end_is_a_timeout() {
+        let deadline = crate::Deadline::after(std::time::Duration::from_secs(3));
+        let detail = "a copy did not end within 3s".to_owned();
+        let error = unsettled(TransportError::Unsupported { op: "open", detail }, deadline);
+        assert_eq!(error.kind(), crate::ErrorKind::Timeout);
+        assert!(!error.group_usable());
+        assert_eq!(error.to_string(), "put: no answer within 3s; a copy did not end within 3s");
+        let (call, detail) = ("cuStreamQuery", "an illegal address".to_owned());
+        let device = TransportError::Device { op: "open", call, code: 700, detail };
+        assert_eq!(unsettled(device, deadline).kind(), crate::ErrorKind::Device);
+    }
 }

@@ -1,5 +1,7 @@
 //! What a proxy makes of failures: whose they are, and who hears of them.
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
 use super::super::device::{Device, Id, Kind};
 use super::super::events::Event;
 use super::{OP, Proxy, Remote};
@@ -7,6 +9,8 @@ use crate::{Deadline, Result, TransportError};
 
 /// Rounds between looks at what befalls the NIC, each of which takes a system call.
 const ROUNDS: u32 = 1024;
+/// The longest sleep of a proxy without a NIC.
+const SLICE: Timespec = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
 /// The status of what was flushed because something before it failed.
 const FLUSHED: i32 = 5;
 /// How long a failed write waits for the news that its peer has left in good order.
@@ -47,8 +51,9 @@ impl<D: Device> Proxy<D> {
     }
 
     /// Looks now and then at what befalls the NIC. A port that is soon back is no failure: packets
-    /// are sent again meanwhile.
-    pub(super) fn watch(&mut self) -> Result<()> {
+    /// are sent again meanwhile; nor is anything one once nobody is reached through the NIC any more.
+    /// False if the NIC is of no more use then.
+    pub(super) fn watch(&mut self) -> Result<bool> {
         self.rounds = self.rounds.checked_sub(1).unwrap_or(ROUNDS);
         if self.rounds == 0 {
             let mut events = Vec::new();
@@ -60,6 +65,7 @@ impl<D: Device> Proxy<D> {
                         self.down.get_or_insert((port, Deadline::after(self.setup.grace)));
                     }
                     Event::PortUp => self.down = None,
+                    Event::Dead(_) if !self.reaches() => return Ok(false),
                     Event::Dead(error) => return Err(error),
                 }
             }
@@ -67,13 +73,46 @@ impl<D: Device> Proxy<D> {
         let open = |(peer, ..): &(usize, _, _)| !self.shared.closed(*peer, self.setup.nic);
         match &self.down {
             // Connections that broke meanwhile broke for that, unless their peers have left.
-            Some((port, until)) if until.expired() || self.doubtful.iter().any(open) => {
+            Some((port, until))
+                if (until.expired() || self.doubtful.iter().any(open)) && self.reaches() =>
+            {
                 let detail = format!("{port} is down");
                 let (call, code) = ("ibv_get_async_event", libc::ENETDOWN);
                 Err(TransportError::Device { op: OP, call, code, detail })
             }
-            _ => Ok(()),
+            _ => Ok(true),
         }
+    }
+
+    /// Whether there is a peer still that is reached through this NIC.
+    fn reaches(&self) -> bool {
+        let here = |(peer, remote): (usize, &Option<Remote>)| {
+            let wanted = remote.as_ref().is_some_and(|remote| !remote.gone);
+            wanted && !self.shared.closed(peer, self.setup.nic)
+        };
+        self.remotes.iter().enumerate().any(here)
+    }
+
+    /// Goes on without the NIC, through which nobody is reached any more: what is still asked for is
+    /// done with at once.
+    pub(super) fn outlast(&mut self) -> Result<()> {
+        (0..self.remotes.len()).for_each(|peer| self.forget(peer));
+        while !self.shared.stopping() {
+            while self.take() {}
+            self.shared.retire(self.setup.nic, self.tickets.retire());
+            self.shared.passed(self.setup.nic);
+            if self.commands.prepare_sleep() {
+                let bell = PollFd::new(&*self.bell, PollFlags::IN);
+                match poll(&mut [bell], Some(&SLICE)) {
+                    Ok(_) | Err(rustix::io::Errno::INTR) => {}
+                    Err(e) => return Err(TransportError::os(OP, "sleeping without a NIC", e)),
+                }
+            }
+            self.commands.awake();
+            // Nothing to read is fine: the descriptor does not block.
+            let _ = rustix::io::read(&*self.bell, &mut [0u8; 8]);
+        }
+        Ok(())
     }
 
     /// Decides about failures whose peers may have left, and about peers that are gone while there
