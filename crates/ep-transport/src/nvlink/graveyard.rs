@@ -38,7 +38,7 @@ static GRAVEYARD: Graveyard = Graveyard {
 
 /// Something that is given back by a thread of its own after it was dropped.
 #[derive(Debug)]
-pub(super) struct Buried<T: Send + 'static>(Option<T>);
+pub(crate) struct Buried<T: Send + 'static>(Option<T>);
 
 impl<T: Send + 'static> Buried<T> {
     pub fn new(value: T) -> Self {

@@ -26,7 +26,7 @@ use crate::{
 };
 use board::{Board, Map};
 use driver::{Gpu, OP};
-use graveyard::Buried;
+pub(crate) use graveyard::Buried;
 pub use graveyard::drop_when_quiet;
 pub(crate) use hand::Hand;
 use link::{Bell, NvlinkLink};

@@ -27,8 +27,9 @@ use libloading::os::unix::Library;
 use super::OP;
 use super::areas::{DmaBuf, Refused, Source};
 use crate::host_link::Region;
+use crate::nvlink::Buried;
 use crate::{Result, TransportError};
-use held::{Allocation, Buried, Locked};
+use held::{Allocation, Locked};
 
 /// `CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS`, `..._WRITES_ORDERING`,
 /// `CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED`.

@@ -1,38 +1,9 @@
 //! What a window holds of a GPU's driver, and how that is given back.
 
-use std::ops::Deref;
 use std::sync::Arc;
 
 use super::{Driver, Gpu};
 use crate::host_link::Region;
-use crate::nvlink::drop_when_quiet;
-
-/// Something that is given back later, by a thread of its own: freeing and unlocking may wait for
-/// whatever was submitted to the GPU, and who drops a link may be the one that others' streams wait for.
-#[derive(Debug)]
-pub(super) struct Buried<T: Send + 'static>(Option<T>);
-
-impl<T: Send + 'static> Buried<T> {
-    pub(super) fn new(value: T) -> Self {
-        Self(Some(value))
-    }
-}
-
-impl<T: Send + 'static> Deref for Buried<T> {
-    type Target = T;
-
-    fn deref(&self) -> &T {
-        self.0.as_ref().expect("there until it is dropped")
-    }
-}
-
-impl<T: Send + 'static> Drop for Buried<T> {
-    fn drop(&mut self) {
-        if let Some(value) = self.0.take() {
-            drop_when_quiet(value);
-        }
-    }
-}
 
 /// Memory of a GPU.
 #[derive(Debug)]
