@@ -171,16 +171,20 @@ pub(super) fn run(args: &Args, case: &Case, devices: &[Device], report: &mut Rep
             Err(error) => failures.push((format!("{sms} SMs"), error)),
         }
     }
-    report.results.sort_by_key(|row| {
-        // Summaries first, then points from the fastest on.
-        let summary = row.metrics.contains_key("path");
-        let alone = row.metrics["alone_us"].as_f64().unwrap_or(0.0);
-        (summary, std::cmp::Reverse(row.bench.clone()), row.sms, (1e3 * alone) as u64)
-    });
+    sort(&mut report.results);
     if let Some(folder) = &args.gpu.out {
         write(&Path::new(folder).join("unroll.json"), &report.json())?;
     }
     first(failures)
+}
+
+/// Summaries and plans in force first, then points from the fastest on.
+fn sort(rows: &mut [Row]) {
+    rows.sort_by_key(|row| {
+        let point = row.metrics.contains_key("path");
+        let alone = row.metrics.get("alone_us").and_then(Value::as_f64).unwrap_or(0.0);
+        (point, std::cmp::Reverse(row.bench.clone()), row.sms, (1e3 * alone) as u64)
+    });
 }
 
 /// What one rank saw of a point.

@@ -92,3 +92,23 @@ fn a_rank_that_saw_a_call_outside_takes_it_out() {
     assert_eq!(times.runs, [6.0, 7.0]);
     assert_eq!(times.beside, [Some(6.0), None]);
 }
+
+/// Rows that compare plans in force have other metrics than points.
+#[test]
+fn points_come_from_the_fastest_on_behind_all_others() {
+    let row = |bench: &str, metrics: &[(&str, Value)]| Row {
+        metrics: metrics.iter().map(|(name, value)| ((*name).into(), value.clone())).collect(),
+        ..crate::report::tests::row(bench, 9)
+    };
+    let point = |us: f64| row("dispatch", &[("path", json!("tma")), ("alone_us", json!(us))]);
+    let mut rows = vec![
+        point(7.0),
+        point(5.0),
+        row("combine", &[("above_best", json!(0.1))]),
+        row("dispatch", &[("above_best", json!(0.2))]),
+    ];
+    sort(&mut rows);
+    let found: Vec<_> = rows.iter().map(|row| row.metrics.get("alone_us").cloned()).collect();
+    assert_eq!(found, [None, None, Some(json!(5.0)), Some(json!(7.0))]);
+    assert_eq!(rows[1].bench, "combine");
+}
