@@ -46,6 +46,13 @@ pub enum Far {
 }
 
 impl Setting {
+    /// Whether some rank forwards rows to another one of its node.
+    pub fn forwards(&self) -> bool {
+        let Layer { nodes, once, .. } = self.layer();
+        let size = |node| nodes.iter().filter(|&of| of == node).count();
+        once && nodes.iter().any(|node| (2..nodes.len()).contains(&size(node)))
+    }
+
     fn layer(&self) -> Layer {
         let ((nodes, in_parts, once), paired) = match self.far {
             Far::None => return layer(self.gpus),
