@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use super::steps::{cargo, judge};
-use super::{Context, Outcome, Verdict};
+use super::{Context, Outcome, Verdict, rdma};
 use crate::emulate::Emulator;
 use crate::process;
 
@@ -13,7 +13,6 @@ const LIMIT: Duration = Duration::from_secs(20 * 60);
 /// Some test programs, run alike.
 struct Case {
     what: &'static str,
-    package: &'static str,
     programs: &'static [&'static str],
     /// Parts of the names of tests, or nothing for all; and what else the programs take.
     args: &'static [&'static str],
@@ -25,18 +24,11 @@ const ALONE: &str = "--test-threads=1";
 /// What a program prints that found no GPU.
 const SKIPPED: &str = "skipped:";
 
-const CASES: [Case; 5] = [
+const CASES: [Case; 6] = [
     // First: it shows whether the emulator is found at all.
-    Case {
-        what: "graphs",
-        package: "ep-runtime",
-        programs: &["gpu_graphs"],
-        args: &[ALONE, "--show-output"],
-        env: &[],
-    },
+    Case { what: "graphs", programs: &["gpu_graphs"], args: &[ALONE, "--show-output"], env: &[] },
     Case {
         what: "layers",
-        package: "ep-runtime",
         programs: &[
             "gpu_behaviour",
             "gpu_bulk",
@@ -48,31 +40,29 @@ const CASES: [Case; 5] = [
         // Rows of training are too many for it.
         args: &[ALONE, "--skip", "shapes_of_training", "--skip", "rows_that_go_in_parts"],
         env: &[
-            ("EP_GPU_CASES", "8"),
-            ("EP_GPU_LARGE", "1"),
+            ("EP_GPU_CASES", "24"),
+            ("EP_GPU_LARGE", "2"),
             ("EP_GPU_PLAN_CASES", "1"),
             ("EP_GPU_ITERATIONS", "60"),
             ("EP_GPU_ROWS", "8"),
         ],
     },
+    Case { what: "nodes", programs: &["gpu_nodes"], args: &[ALONE], env: &[("EP_GPU_CASES", "3")] },
     // Four ranks whose streams share a queue: what waits there holds up all of them.
     Case {
         what: "one GPU, one hardware queue",
-        package: "ep-runtime",
         programs: &["gpu_layer"],
         args: &[ALONE],
         env: &[("EP_EMULATOR_DEVICES", "1"), ("CUDA_DEVICE_MAX_CONNECTIONS", "1")],
     },
     Case {
         what: "GPUs that lack what may be lacking",
-        package: "ep-runtime",
         programs: &["gpu_layer"],
         args: &[ALONE],
         env: &[("EP_EMULATOR_NO", "memops,green,clusters"), ("EP_EMULATOR_SEED", "1")],
     },
     Case {
         what: "windows on GPUs",
-        package: "ep-transport",
         programs: &["nvlink"],
         args: &["two_ranks", "a_thread_per_gpu", "by_a_kernel", "refused", "usable", "every"],
         env: &[],
@@ -99,8 +89,9 @@ pub fn gpu(context: &Context) -> Outcome {
 }
 
 fn run(context: &Context, emulator: &Emulator, case: &Case) -> Outcome {
-    let args = ["test", "--package", case.package, "--features", "cuda", "--profile", "checked"];
-    let mut command = cargo(context, &args);
+    // As the step `test` builds them, so that nothing is built twice.
+    let mut command = cargo(context, &["test", "--workspace", "--profile", "checked"]);
+    command.args(rdma::features(context));
     command.args(case.programs.iter().flat_map(|program| ["--test", program]));
     emulator.show_to(command.arg("--").args(case.args)).envs(case.env.iter().copied());
     let done = match process::run(command, LIMIT, context.echo) {
