@@ -9,11 +9,11 @@ use std::time::{Duration, Instant};
 use common::eps_of;
 use common::exercise::{How, check};
 use common::gpu::Gpus;
-use common::gpu_small::{Graph, LIMIT, Rank, capacity, gpus, plain};
+use common::gpu_small::{Graph, Rank, capacity, gpus, plain};
 use common::ground::{Ground, Grounds};
 use common::small::{Tokens, assert_argument, builder, opts};
 use ep_bench::oracle::{JobSpec, Payload as Kind, PlacementSpec, Routing};
-use ep_runtime::{EpBuilder, EpError, NvlinkTransport, Route};
+use ep_runtime::{EpBuilder, EpError, NvlinkTransport};
 
 /// As many as a random shape has at most.
 const RANKS: usize = 16;
@@ -149,31 +149,7 @@ fn bad_ids_are_the_same_error_everywhere_and_captures_are_refused() {
 #[test]
 fn dropped_halves_and_cached_handles_leave_the_group_usable() {
     let Some(gpus) = gpus() else { return };
-    apart(&gpus, 2, TIMEOUT, |rank| {
-        let queue = rank.queue();
-        for round in 0..6 {
-            rank.load(&Tokens::new(rank.ep.rank(), 5));
-            let send = rank.ep.dispatch_send(&queue, rank.payload(5), rank.route(5), &opts(0));
-            if round % 3 == 0 {
-                drop(send.unwrap());
-                rank.round_trip();
-                continue;
-            }
-            let result = send.unwrap().recv(&queue).unwrap();
-            let handle = result.handle().clone();
-            result.release(&queue);
-            let cached = Route::Cached(&handle);
-            let result = rank.ep.dispatch(&queue, rank.payload(5), cached, &opts(1)).unwrap();
-            if round % 3 == 1 {
-                drop(result.combine_send(&queue, &plain()).unwrap());
-            } else {
-                rank.combine(result, &plain()).unwrap().wait(LIMIT).unwrap();
-                rank.check(&Tokens::new(rank.ep.rank(), 5));
-            }
-            rank.round_trip();
-        }
-        assert_eq!(rank.ep.free_slots(), 3);
-    });
+    apart(&gpus, 2, TIMEOUT, |rank| rank.drop_halves_and_use_handles(&plain()));
 }
 
 #[test]

@@ -15,7 +15,6 @@ use common::{Nodes, eps_of};
 use ep_bench::oracle::{JobSpec, Mode, PlacementSpec, Routing};
 use ep_runtime::{
     CombineOpts, DispatchOpts, EpBuilder, EpError, Hierarchy, Layout, NvlinkTransport, Precision,
-    Route,
 };
 
 /// As many as an arrangement has at most.
@@ -127,29 +126,7 @@ fn dropped_halves_and_cached_handles_leave_the_group_usable() {
     let Some(gpus) = gpus() else { return };
     for of in [&[0, 1, 0, 1][..], &[1, 0, 0]] {
         across(&gpus, of, TIMEOUT, &builder(), |rank| {
-            let queue = rank.queue();
-            for round in 0..6 {
-                rank.load(&Tokens::new(rank.ep.rank(), 5));
-                let send = rank.ep.dispatch_send(&queue, rank.payload(5), rank.route(5), &opts(0));
-                if round % 3 == 0 {
-                    drop(send.unwrap());
-                    rank.round_trip();
-                    continue;
-                }
-                let result = send.unwrap().recv(&queue).unwrap();
-                let handle = result.handle().clone();
-                result.release(&queue);
-                let cached = Route::Cached(&handle);
-                let result = rank.ep.dispatch(&queue, rank.payload(5), cached, &opts(1)).unwrap();
-                if round % 3 == 1 {
-                    drop(result.combine_send(&queue, &node_reduced()).unwrap());
-                } else {
-                    rank.combine(result, &node_reduced()).unwrap().wait(LIMIT).unwrap();
-                    rank.check(&Tokens::new(rank.ep.rank(), 5));
-                }
-                rank.round_trip();
-            }
-            assert_eq!(rank.ep.free_slots(), 3);
+            rank.drop_halves_and_use_handles(&node_reduced());
         });
     }
 }

@@ -110,6 +110,34 @@ impl<'a> Rank<'a> {
         }
     }
 
+    /// Six rounds: halves that are dropped, cached handles, combines as `home` has them; all slots are free
+    /// again.
+    pub fn drop_halves_and_use_handles(&self, home: &CombineOpts) {
+        let queue = self.queue();
+        for round in 0..6 {
+            self.load(&Tokens::new(self.ep.rank(), 5));
+            let send = self.ep.dispatch_send(&queue, self.payload(5), self.route(5), &opts(0));
+            if round % 3 == 0 {
+                drop(send.unwrap());
+                self.round_trip();
+                continue;
+            }
+            let result = send.unwrap().recv(&queue).unwrap();
+            let handle = result.handle().clone();
+            result.release(&queue);
+            let cached = Route::Cached(&handle);
+            let result = self.ep.dispatch(&queue, self.payload(5), cached, &opts(1)).unwrap();
+            if round % 3 == 1 {
+                drop(result.combine_send(&queue, home).unwrap());
+            } else {
+                self.combine(result, home).unwrap().wait(LIMIT).unwrap();
+                self.check(&Tokens::new(self.ep.rank(), 5));
+            }
+            self.round_trip();
+        }
+        assert_eq!(self.ep.free_slots(), 3);
+    }
+
     /// The group still works: a whole round trip is right.
     #[track_caller]
     pub fn round_trip(&self) {
