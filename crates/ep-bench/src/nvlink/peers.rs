@@ -126,7 +126,9 @@ pub fn copy_engines(devices: &[Device], bytes: usize) -> Result<(Summary, usize)
     best.ok_or_else(|| BenchError::Usage("no copies".into()))
 }
 
-type InitAll = unsafe extern "C" fn(*mut *mut c_void, c_int, *const c_int) -> c_int;
+type UniqueId = [u8; 128];
+type NewId = unsafe extern "C" fn(*mut UniqueId) -> c_int;
+type Init = unsafe extern "C" fn(*mut *mut c_void, c_int, UniqueIdArg, c_int, *mut Config) -> c_int;
 type Destroy = unsafe extern "C" fn(*mut c_void) -> c_int;
 type Transfer = unsafe extern "C" fn(u64, usize, c_int, c_int, *mut c_void, *mut c_void) -> c_int;
 type Plain = unsafe extern "C" fn() -> c_int;
@@ -134,10 +136,48 @@ type GetVersion = unsafe extern "C" fn(*mut c_int) -> c_int;
 
 /// `ncclInt8`.
 const BYTES: c_int = 0;
+/// `NCCL_CONFIG_UNDEF_INT`.
+const UNDEFINED: c_int = c_int::MIN;
+
+/// `ncclUniqueId`, as it is passed.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct UniqueIdArg(UniqueId);
+
+/// `ncclConfig_t` of 2.18, which later versions take.
+#[repr(C)]
+struct Config {
+    size: usize,
+    magic: u32,
+    version: u32,
+    blocking: c_int,
+    cluster_size: c_int,
+    min_ctas: c_int,
+    max_ctas: c_int,
+    net_name: *const c_void,
+    split_share: c_int,
+}
+
+impl Config {
+    fn new(max_ctas: Option<u32>) -> Self {
+        Self {
+            size: size_of::<Self>(),
+            magic: 0xcafe_beef,
+            version: 2_18_01,
+            blocking: 1,
+            cluster_size: UNDEFINED,
+            min_ctas: UNDEFINED,
+            max_ctas: max_ctas.and_then(|n| n.try_into().ok()).unwrap_or(UNDEFINED),
+            net_name: std::ptr::null(),
+            split_share: UNDEFINED,
+        }
+    }
+}
 
 /// NCCL, opened at run time.
 struct Nccl {
-    init_all: InitAll,
+    new_id: NewId,
+    init: Init,
     destroy: Destroy,
     send: Transfer,
     recv: Transfer,
@@ -175,7 +215,8 @@ impl Nccl {
         // SAFETY: `version` is valid for the call.
         unsafe { get_version(&mut version) };
         Ok(Self {
-            init_all: symbol!(b"ncclCommInitAll", InitAll),
+            new_id: symbol!(b"ncclGetUniqueId", NewId),
+            init: symbol!(b"ncclCommInitRankConfig", Init),
             destroy: symbol!(b"ncclCommDestroy", Destroy),
             send: symbol!(b"ncclSend", Transfer),
             recv: symbol!(b"ncclRecv", Transfer),
@@ -184,6 +225,29 @@ impl Nccl {
             version,
             _library: library,
         })
+    }
+}
+
+impl Nccl {
+    /// A communicator per GPU, all of this process.
+    fn connect(&self, devices: &[Device], ctas: Option<u32>) -> Result<Vec<*mut c_void>> {
+        let mut id = UniqueIdArg([0; 128]);
+        // SAFETY: the output is valid for the call.
+        ok("ncclGetUniqueId", unsafe { (self.new_id)(&mut id.0) })?;
+        let (n, mut config) = (devices.len(), Config::new(ctas));
+        let mut comms = vec![std::ptr::null_mut(); n];
+        // SAFETY: no arguments; ended below whatever comes between.
+        ok("ncclGroupStart", unsafe { (self.start)() })?;
+        let started =
+            devices.iter().zip(&mut comms).enumerate().try_for_each(|(rank, (gpu, comm))| {
+                let _current = gpu.make_current().map_err(failed)?;
+                // SAFETY: outputs and configuration live until the group has ended.
+                let code = unsafe { (self.init)(comm, n as c_int, id, rank as c_int, &mut config) };
+                ok("ncclCommInitRankConfig", code)
+            });
+        // SAFETY: no arguments; begun above.
+        let ended = ok("ncclGroupEnd", unsafe { (self.end)() });
+        started.and(ended).map(|()| comms)
     }
 }
 
@@ -200,21 +264,21 @@ fn ok(op: &str, code: c_int) -> Result<()> {
 }
 
 /// Time of NCCL's all-to-all with `block` bytes between any two GPUs, a GPU's own block included,
-/// and NCCL's version. NVLink multicast stays off.
+/// and NCCL's version; its kernels take as many blocks as NCCL likes, or at most `ctas`. NVLink multicast
+/// stays off.
 ///
 /// # Errors
 /// No libnccl.so.2, or what it or the driver says.
-pub fn nccl_all_to_all(devices: &[Device], block: usize) -> Result<(Summary, c_int)> {
+pub fn nccl_all_to_all(
+    devices: &[Device],
+    block: usize,
+    ctas: Option<u32>,
+) -> Result<(Summary, c_int)> {
     let nccl = Nccl::open()?;
     let mut bench = Bench::new(devices)?;
     let n = devices.len();
     let (from, to) = (bench.memory(n * block)?, bench.memory(n * block)?);
-    let ordinals: Vec<c_int> = devices.iter().map(|d| d.properties().ordinal as c_int).collect();
-    let mut comms = vec![std::ptr::null_mut(); n];
-    // SAFETY: room for `n` communicators, and as many ordinals.
-    ok("ncclCommInitAll", unsafe {
-        (nccl.init_all)(comms.as_mut_ptr(), n as c_int, ordinals.as_ptr())
-    })?;
+    let comms = nccl.connect(devices, ctas)?;
     let mut exchange = |b: &Bench| -> Result<()> {
         // SAFETY: no arguments.
         ok("ncclGroupStart", unsafe { (nccl.start)() })?;

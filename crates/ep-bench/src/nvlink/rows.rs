@@ -27,6 +27,8 @@ pub struct Limits {
     pub copy: Option<(Summary, usize)>,
     /// NCCL's all-to-all, and NCCL's version.
     pub nccl: Option<(Summary, i32)>,
+    /// That with no more blocks than the transport by NCCL may take.
+    pub nccl_within: Option<Summary>,
     /// What could not be measured, and why.
     pub notes: Vec<String>,
 }
@@ -73,9 +75,13 @@ impl Limits {
             return Ok(limits);
         }
         limits.copy = Some(copy_engines(&job.devices, limits.bytes as usize)?);
-        match nccl_all_to_all(&job.devices, limits.bytes as usize / (gpus - 1)) {
+        let block = limits.bytes as usize / (gpus - 1);
+        match nccl_all_to_all(&job.devices, block, None) {
             Ok(nccl) => limits.nccl = Some(nccl),
             Err(e) => limits.notes.push(format!("left out: {e}")),
+        }
+        if let Way::Nccl { ctas, .. } = &job.way {
+            limits.nccl_within = Some(nccl_all_to_all(&job.devices, block, Some(*ctas))?.0);
         }
         Ok(limits)
     }
@@ -143,6 +149,10 @@ pub fn row(
     }
     if let Way::Nccl { ctas, .. } = &job.way {
         metrics.insert("nccl_ctas".into(), json!(ctas));
+        if let Some(nccl) = limits.nccl_within.filter(|_| limits.bytes == wire) {
+            metrics.insert("nccl_within_us".into(), json!(nccl.p50_us));
+            metrics.insert("nccl_within_ratio".into(), json!(time.p50_us / nccl.p50_us));
+        }
     }
     for note in &limits.notes {
         metrics.insert("note".into(), json!(note));

@@ -61,11 +61,25 @@ impl Config {
 pub type Handle = *mut c_void;
 type Transfer = unsafe extern "C" fn(u64, usize, c_int, c_int, Handle, *mut c_void) -> c_int;
 
+type Register = unsafe extern "C" fn(Handle, u64, usize, *mut *mut c_void) -> c_int;
+type Deregister = unsafe extern "C" fn(Handle, *mut c_void) -> c_int;
+
+fn registration(library: &Library) -> Option<(Register, Deregister)> {
+    // SAFETY: the signatures are those of nccl.h (2.19 and later) for these symbols.
+    unsafe {
+        let register = library.get::<Register>(b"ncclCommRegister").ok()?;
+        let deregister = library.get::<Deregister>(b"ncclCommDeregister").ok()?;
+        Some((*register, *deregister))
+    }
+}
+
 macro_rules! functions {
     ($($name:ident: $symbol:literal $kind:ty;)*) => {
         /// NCCL's functions.
         pub struct Nccl {
             $(pub $name: $kind,)*
+            /// `ncclCommRegister` and `ncclCommDeregister`, which came with 2.19.
+            pub registration: Option<(Register, Deregister)>,
             // The pointers above are valid while this is open.
             _library: Library,
         }
@@ -79,6 +93,7 @@ macro_rules! functions {
                             .map(|found| *found)
                             .map_err(|_| format!("libnccl.so.2 has no {}; NCCL 2.18 or newer is needed", $symbol))?
                     },)*
+                    registration: registration(&library),
                     _library: library,
                 })
             }

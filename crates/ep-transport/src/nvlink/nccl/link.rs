@@ -25,6 +25,8 @@ const END: Duration = Duration::from_secs(10);
 pub(super) struct Comms {
     nccl: &'static Nccl,
     handles: Vec<Handle>,
+    /// The window's registrations, by communicator.
+    registered: Vec<*mut c_void>,
     /// No call begins once this is set.
     over: AtomicBool,
     /// Held during a group of calls: one thread of a rank at a time uses its communicators.
@@ -38,7 +40,37 @@ unsafe impl Sync for Comms {}
 
 impl Comms {
     pub fn new(nccl: &'static Nccl, handles: Vec<Handle>) -> Self {
-        Self { nccl, handles, over: AtomicBool::new(false), turn: Mutex::new(()) }
+        let (over, turn) = (AtomicBool::new(false), Mutex::new(()));
+        Self { nccl, handles, registered: Vec::new(), over, turn }
+    }
+
+    /// Makes the window known to NCCL, so that it may copy between windows rather than through buffers
+    /// of its own. Where it cannot, or is too old for that, nothing is registered. All ranks have to do
+    /// alike, so they have to agree on what comes of it.
+    pub fn register(&mut self, window: Mapping) -> bool {
+        let Some((register, _)) = self.nccl.registration else { return false };
+        let at = window.base.as_ptr() as u64;
+        for &comm in &self.handles {
+            let mut handle = std::ptr::null_mut();
+            // SAFETY: the communicator is live; the window lives until the link has dropped `self`.
+            let code = unsafe { register(comm, at, window.bytes, &mut handle) };
+            if let Err(why) = self.nccl.check("open", "ncclCommRegister", code, comm) {
+                tracing::debug!(%why, "NCCL copies through its own buffers");
+                self.deregister();
+                return false;
+            }
+            self.registered.push(handle);
+        }
+        true
+    }
+
+    /// Takes back what [`Comms::register`] did, while communicators live.
+    pub fn deregister(&mut self) {
+        let Some((_, deregister)) = self.nccl.registration else { return };
+        for (&comm, handle) in self.handles.iter().zip(self.registered.drain(..)) {
+            // SAFETY: both are live, and no exchange is under way.
+            unsafe { deregister(comm, handle) };
+        }
     }
 
     pub fn is_over(&self) -> bool {
@@ -82,9 +114,16 @@ impl Comms {
         if self.over.swap(true, Ordering::AcqRel) {
             return;
         }
-        let (nccl, handles) = (self.nccl, self.handles.iter().map(|&comm| comm as usize));
-        let handles: Vec<usize> = handles.collect();
+        let nccl = self.nccl;
+        let handles: Vec<usize> = self.handles.iter().map(|&comm| comm as usize).collect();
+        let registered: Vec<usize> = self.registered.iter().map(|&one| one as usize).collect();
         let ended = bounded("ncclCommDestroy", Deadline::after(END), move || {
+            if let Some((_, deregister)) = nccl.registration {
+                for (&comm, &one) in handles.iter().zip(&registered) {
+                    // SAFETY: both are live, and their work is done.
+                    unsafe { deregister(comm as Handle, one as *mut c_void) };
+                }
+            }
             handles.into_iter().try_for_each(|comm| {
                 // SAFETY: live, its work is done, and `over` keeps everyone from using it.
                 let code = unsafe { (nccl.destroy)(comm as Handle) };

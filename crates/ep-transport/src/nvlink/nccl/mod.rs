@@ -27,6 +27,9 @@ const CTAS: u32 = 8;
 /// order of the stream. Their kernels take SMs and wait for the other side; how many they take is
 /// bounded by [`NcclTransport::max_ctas`].
 ///
+/// Windows are registered with NCCL where it lets them (2.19 and later), so that it need not copy through
+/// buffers of its own. `NCCL_LOCAL_REGISTER=0` turns that off.
+///
 /// NCCL allows one rank per GPU. Its library, libnccl.so.2 of 2.18 or newer, is opened at run time;
 /// `EP_NCCL_PATH` says where it is if the loader does not know.
 ///
@@ -217,7 +220,12 @@ impl Transport for NcclTransport {
         let setup = setup?;
         let comms = self.connect(group, &setup, &ids, deadline);
         together(group, deadline, comms.as_ref().err().map(|e| e.to_string()))?;
-        let comms = Comms::new(Nccl::get()?, comms?);
+        let mut comms = Comms::new(Nccl::get()?, comms?);
+        let registered = comms.register(inner.window());
+        let all = group.all_gather_within(OP, &[registered.into()], deadline)?;
+        if all.iter().any(|one| one != &[1]) {
+            comms.deregister();
+        }
         let link = NcclLink::new(group, near, spec, inner, nodes, comms)?;
         let warm = warm_up(&link, group, &setup, self.communicators, deadline);
         together(group, deadline, warm.as_ref().err().map(|e| e.to_string()))?;
