@@ -216,7 +216,7 @@ mod nccl {
 
     #[test]
     fn ranks_that_exchange_equal_the_oracle() {
-        let Some(gpus) = gpus(128 << 20) else { return };
+        let Some(gpus) = gpus(512 << 20) else { return };
         let world = gpus.count();
         random(24, |seed, _| {
             let tokens = [[13, 9], [0, 21], [7, 7]][seed as usize % 3];
