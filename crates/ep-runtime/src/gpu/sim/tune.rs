@@ -276,6 +276,20 @@ fn same(folder: &Folder, mode: Tune, world: usize) -> Vec<TuneSettings> {
 }
 
 #[test]
+fn compute_that_ends_too_early_runs_longer() {
+    let folder = Folder::new("early");
+    // On one rank compute goes twelve times as fast as was thought.
+    let clock = |rank: usize, candidate: &Candidate| match time(rank, candidate) {
+        time if rank == 1 && candidate.expected < 12 * time => Trial::SaysNothing,
+        time => Trial::Takes(time),
+    };
+    let settings = same(&folder, PATIENT, 2);
+    let (results, outcome) = tuned(5, &layer(2), &settings, &clock, &all_able);
+    is_clean(&outcome);
+    common(&results, PlanOrigin::Searched);
+}
+
+#[test]
 fn ranks_with_clocks_of_their_own_take_the_plan_whose_slowest_rank_is_fastest() {
     for (seed, world) in [(1, 2), (2, 3)] {
         let folder = Folder::new(&format!("clocks{seed}"));

@@ -19,6 +19,8 @@ pub(super) const OP: &str = "tune";
 pub(crate) const RUNS: u32 = 5;
 /// How long an operation may take before anything is known of it, at the least.
 const FIRST: Duration = Duration::from_millis(2);
+/// How many times as long as expected compute is to run beside a trial at the most.
+const PATIENCE: u32 = 16;
 /// Bytes per microsecond that one SM moves at the least.
 const SLOW: u64 = 10_000;
 
@@ -190,21 +192,25 @@ impl Trials<'_> {
     ) -> Result<Option<Outcome>> {
         let mut failed = None;
         let mut expected = self.estimate(moving, handle).max(FIRST);
+        // What has said something before, as what is launched anyway should, is not given up because compute
+        // ended first: compute goes faster than it did when it was timed.
+        let (mut known, mut patience) = (plans.iter().take(1).copied().collect::<Vec<_>>(), 1);
         let mut measure = |plan: &MovePlan| {
-            if failed.is_some() {
-                return None;
+            while failed.is_none() {
+                let candidate = Candidate { moving, plan: *plan, expected: expected * patience };
+                match self.trial(bench, &candidate, handle) {
+                    Err(error) => failed = Some(error),
+                    Ok(None) if patience >= PATIENCE || !known.contains(plan) => break,
+                    Ok(None) => patience *= 4,
+                    Ok(Some(sample)) => {
+                        known.push(*plan);
+                        // All ranks see the same samples, so expect the same.
+                        expected = expected.min(sample.time.max(Duration::from_micros(10)) * 2);
+                        return Some(sample);
+                    }
+                }
             }
-            let candidate = Candidate { moving, plan: *plan, expected };
-            let sample = self.trial(bench, &candidate, handle);
-            let sample = sample.unwrap_or_else(|e| {
-                failed = Some(e);
-                None
-            });
-            if let Some(sample) = sample {
-                // All ranks see the same samples, so expect the same.
-                expected = expected.min(sample.time.max(Duration::from_micros(10)) * 2);
-            }
-            sample
+            None
         };
         // The first run of all finds things cold, so does not count.
         let first = plans.first().and_then(|plan| measure(plan).and_then(|_| measure(plan)));
