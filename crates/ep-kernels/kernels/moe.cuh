@@ -20,7 +20,7 @@ struct MoeShape {
 struct MoeRouting {
     u64 header, physical, expert_index, order, weights, dest_rank, dest_index;
     u64 rank_counts, expert_counts, sent_base, expert_base, expert_offsets, counts, offsets;
-    u64 received, positions, choices, row_weights, staged, pieces;
+    u64 received, positions, choices, row_weights, staged, pieces, experts_from;
     u32 tokens, reserved;
 };
 
@@ -51,7 +51,7 @@ struct MoeOutFormat {
 };
 
 struct MoeOp {
-    u64 lane, mailboxes, report, ticket, awaited, lane_index, send, receive;
+    u64 lane, mailboxes, report, ticket, awaited, lane_index, send, receive, block;
 };
 
 EP_CHECK_SIZE(MoeHeader);
@@ -110,6 +110,7 @@ EP_CHECK_FIELD(MoeRouting, choices);
 EP_CHECK_FIELD(MoeRouting, row_weights);
 EP_CHECK_FIELD(MoeRouting, staged);
 EP_CHECK_FIELD(MoeRouting, pieces);
+EP_CHECK_FIELD(MoeRouting, experts_from);
 EP_CHECK_FIELD(MoeRouting, tokens);
 EP_CHECK_FIELD(MoeRouting, reserved);
 EP_CHECK_SIZE(MoeHandleHeader);
@@ -161,6 +162,7 @@ EP_CHECK_FIELD(MoeOp, awaited);
 EP_CHECK_FIELD(MoeOp, lane_index);
 EP_CHECK_FIELD(MoeOp, send);
 EP_CHECK_FIELD(MoeOp, receive);
+EP_CHECK_FIELD(MoeOp, block);
 
 // Pieces of a rank's tokens, after each of which it is known how many rows are for each rank.
 #define MOE_PIECES 16

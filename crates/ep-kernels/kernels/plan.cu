@@ -23,8 +23,8 @@ struct MoePlanParams {
     MoeRouting routing;
     MoeOp op;
     MoeCrossing crossing;
-    u64 summary, scratch;
-    u32 alignment, reserved;
+    u64 summary, scratch, node_of;
+    u32 alignment, block_rows, block_expert_rows, reserved;
 };
 
 struct MoeTailParams {
@@ -64,7 +64,10 @@ EP_CHECK_FIELD(MoePlanParams, op);
 EP_CHECK_FIELD(MoePlanParams, crossing);
 EP_CHECK_FIELD(MoePlanParams, summary);
 EP_CHECK_FIELD(MoePlanParams, scratch);
+EP_CHECK_FIELD(MoePlanParams, node_of);
 EP_CHECK_FIELD(MoePlanParams, alignment);
+EP_CHECK_FIELD(MoePlanParams, block_rows);
+EP_CHECK_FIELD(MoePlanParams, block_expert_rows);
 EP_CHECK_FIELD(MoePlanParams, reserved);
 EP_CHECK_SIZE(MoeTailParams);
 EP_CHECK_FIELD(MoeTailParams, shape);
@@ -200,16 +203,41 @@ __device__ inline u32 plan_before(const u32 *at, u32 count) {
 }
 
 // Where rows for and from ranks that are not mapped are staged: a block per rank or, where experts' rows
-// come home, per expert, in ascending order. All ranks and experts count, mapped or not.
+// come home, per expert, in ascending order. All ranks and experts count, mapped or not; where blocks have
+// fixed places, the experts of a rank are counted from its block on.
 __device__ void plan_staged(Params p) {
     const u32 *ranks = (const u32 *)p.routing.rank_counts, *experts = (const u32 *)p.routing.expert_counts;
     for (u32 r = threadIdx.x; r < p.shape.world; r += blockDim.x)
-        ((u32 *)p.routing.staged)[r] = plan_before(ranks, r);
+        ((u32 *)p.routing.staged)[r] = p.op.block ? 0 : plan_before(ranks, r);
     for (u32 e = threadIdx.x; p.alignment && e < p.shape.physical; e += blockDim.x) {
-        if (moe_window(p.shape, ((const u32 *)p.shape.rank_of)[e])) continue;
-        ((u32 *)p.routing.expert_offsets)[e] = plan_before(experts, e);
+        u32 owner = ((const u32 *)p.shape.rank_of)[e];
+        if (moe_window(p.shape, owner)) continue;
+        u32 first = p.op.block ? ((const u32 *)p.shape.base)[owner] : 0;
+        ((u32 *)p.routing.expert_offsets)[e] = plan_before(experts + first, e - first);
         ((u32 *)p.routing.expert_base)[e] = 0;
     }
+}
+
+// Which rows of this rank's experts are whose: who packs blocks of fixed size has to know it.
+__device__ void plan_experts_from(Params p) {
+    u32 local = p.shape.local_experts, first = ((const u32 *)p.shape.base)[p.shape.rank];
+    for (u32 at = threadIdx.x; at < p.shape.world * local; at += blockDim.x)
+        ((u32 *)p.routing.experts_from)[at] =
+            ((const u32 *)(moe_mailbox(p.shape, p.op, at / local) + 1))[first + at % local];
+}
+
+// The most rows that a rank of another node sends to `rank`: one per token or one per expert.
+__device__ u64 plan_block(Params p, u32 rank, bool experts) {
+    const u32 *node_of = (const u32 *)p.node_of, *base = (const u32 *)p.shape.base;
+    u32 first = experts ? base[rank] : p.shape.physical + rank;
+    u32 count = experts ? base[rank + 1] - first : 1, most = 0;
+    for (u32 source = 0; source < p.shape.world; source++) {
+        if (node_of[source] == node_of[rank]) continue;
+        const u32 *counts = (const u32 *)(moe_mailbox(p.shape, p.op, source) + 1);
+        u32 rows = plan_before(counts + first, count);
+        if (rows > most) most = rows;
+    }
+    return most;
 }
 
 // What the host has to know to send to ranks that are not mapped, and to receive from them. By rank: where
@@ -351,6 +379,19 @@ extern "C" __global__ void __launch_bounds__(1024, 1) moe_plan(const __grid_cons
             report.what = 3;
             report.rank = found.first;
             report.needed = found.needed;
+        } else if (p.block_rows && plan_over(found, p.shape.world, p.block_rows,
+                                             [&](u32 r) { return plan_block(p, r, false); })) {
+            over = true;
+            report.what = 4;
+            report.rank = found.first;
+            report.needed = found.needed;
+        } else if (p.block_expert_rows && p.alignment &&
+                   plan_over(found, p.shape.world, p.block_expert_rows,
+                             [&](u32 r) { return plan_block(p, r, true); })) {
+            over = true;
+            report.what = 5;
+            report.rank = found.first;
+            report.needed = found.needed;
         }
         if (over) report.verdict = MOE_CAPACITY;
     }
@@ -358,6 +399,7 @@ extern "C" __global__ void __launch_bounds__(1024, 1) moe_plan(const __grid_cons
     u32 rows = good ? (u32)ranks[p.shape.rank] : 0;
     u32 expert_rows = good && p.alignment ? (u32)padded[p.shape.rank] : 0;
     if (good && p.shape.far) plan_staged(p);
+    if (good && p.op.block && p.alignment) plan_experts_from(p);
     if (good && p.crossing.nodes) plan_nodes(p);
     if (good) plan_summary(p, rows, expert_rows);
     if (threadIdx.x == 0) {

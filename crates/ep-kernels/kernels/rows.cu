@@ -68,7 +68,7 @@ __device__ void rows_fill_table(Params p, u64 *table) {
         const u32 *base = (const u32 *)p.shape.base;
         for (u32 r = threadIdx.x; r < p.shape.world; r += blockDim.x) {
             bool mapped = moe_window(p.shape, r) != 0;
-            u64 rows = mapped ? moe_rank_rows(p.shape, p.op, r) : p.op.send;
+            u64 rows = mapped ? moe_rank_rows(p.shape, p.op, r) : p.op.send + r * p.op.block;
             u32 before = ((const u32 *)(mapped ? p.routing.sent_base : p.routing.staged))[r];
             table[r] = rows + (u64)before * p.row.stride;
             experts[2 * r] = base[r];

@@ -65,7 +65,10 @@ typedef const MoeSumsParams &Params;
 // A barrier of the block, all threads of which get the same answer.
 __device__ bool sums_may_run(Params p) {
     if (p.check) return moe_goes_on(p.shape, p.op, false);
-    return !moe_poisoned(p.shape, ((const MoeHandleHeader *)p.routing.header)->status != 0);
+    bool bad = ((const MoeHandleHeader *)p.routing.header)->status != 0;
+    // Where a kernel before this one has judged, the host need not know of it.
+    if (p.mode != LOCAL) bad |= ((const MoeLane *)p.op.lane)->refused != 0;
+    return !moe_poisoned(p.shape, bad);
 }
 
 // Tells the host how it went, once this block's first warp has written its sums.
@@ -84,7 +87,7 @@ __device__ void sums_fill_table(Params p, u64 *table) {
         for (u32 r = threadIdx.x; r < p.shape.world; r += blockDim.x) {
             bool mapped = moe_window(p.shape, r) != 0, per_rank = p.mode == PER_RANK;
             u32 before = per_rank ? ((const u32 *)(mapped ? p.routing.sent_base : p.routing.staged))[r] : 0;
-            u64 rows = !mapped ? p.op.receive
+            u64 rows = !mapped ? p.op.receive + r * p.op.block
                        : per_rank ? moe_rank_rows(p.shape, p.op, r) : moe_expert_rows(p.shape, p.op, r);
             table[r] = rows + (u64)before * p.from.stride;
         }

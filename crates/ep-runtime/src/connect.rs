@@ -10,7 +10,7 @@ use ep_transport::{
 use crate::Result;
 use crate::lane::mapped;
 use crate::node::Nodes;
-use crate::shape::Window;
+use crate::window::Window;
 
 /// What a transport says of its windows is checked before it becomes an address. `promised` is what
 /// it said of nodes beforehand.

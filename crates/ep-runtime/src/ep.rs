@@ -15,8 +15,9 @@ use crate::handle::HandlePool;
 use crate::lane::{Lane, LaneGuard, mapped};
 use crate::node::{Across, Hierarchy};
 use crate::sched::{SmPolicy, SmSettings, Sms};
-use crate::shape::{Plan, Resolved, Window};
+use crate::shape::Resolved;
 use crate::slots::{Slot, Slots};
+use crate::window::{Plan, Window};
 use crate::{EpError, MoeShape, Result};
 
 /// Where a rank's rows live.
@@ -260,9 +261,8 @@ impl EpBuilder {
                 let MoeShape { experts, hidden, .. } = self.shape;
                 let holder = format!("a layer of {experts} experts and hidden size {hidden}");
                 let sms = self.sms.choice(&holder);
-                let nodes = shape.and_then(crate::gpu::NodeSizes::new);
-                let (tuning, nodes) = (self.tuning, nodes.as_ref());
-                let prepared = crate::gpu::Prepared::new(ordinal, sms, sizes, tuning, nodes)?;
+                let tuning = self.tuning;
+                let prepared = crate::gpu::Prepared::new(ordinal, sms, sizes, tuning, shape)?;
                 Ok(Some((prepared, tune)))
             }
             Place::Host => Ok(None),

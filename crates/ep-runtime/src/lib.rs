@@ -79,6 +79,7 @@ pub mod sched;
 mod shape;
 mod slots;
 mod views;
+mod window;
 pub mod wire;
 
 pub use combine::{CombineError, CombineOpts, CombineSend, Combined, Precision, combine_all};
@@ -131,8 +132,9 @@ pub use sched::tune::Tune;
 pub use sched::{
     MicroBatch, Pipeline, PipelineError, SmBudget, SmLease, SmPolicy, SmReport, Timeline,
 };
-pub use shape::{Layout, MoeShape, Plan};
+pub use shape::{Layout, MoeShape};
 pub use views::{Rows, RowsMut};
+pub use window::Plan;
 /// What GPUs need beyond what hosts do: kernels' launch plans, and the transport over NVLink.
 #[cfg(feature = "cuda")]
 pub use {

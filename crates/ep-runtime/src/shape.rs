@@ -3,7 +3,6 @@
 use ep_kernels::{ExpertFormat, PayloadKind, Placement, RecordFormat, align_row, align16};
 
 use crate::node::Rails;
-use crate::notify;
 use crate::{EpError, Result};
 
 /// How received rows are laid out.
@@ -41,6 +40,9 @@ pub struct MoeShape {
     pub(crate) max_expert_rows: Option<usize>,
     pub(crate) expert_alignment: Option<usize>,
     pub(crate) max_forward_rows: Option<usize>,
+    pub(crate) fixed_blocks: bool,
+    pub(crate) max_block_rows: Option<usize>,
+    pub(crate) max_block_expert_rows: Option<usize>,
     pub(crate) payloads: Vec<PayloadKind>,
     pub(crate) placement: Option<Placement>,
 }
@@ -58,6 +60,9 @@ impl MoeShape {
             max_expert_rows: None,
             expert_alignment: None,
             max_forward_rows: None,
+            fixed_blocks: false,
+            max_block_rows: None,
+            max_block_expert_rows: None,
             payloads: Vec::new(),
             placement: None,
         }
@@ -95,6 +100,41 @@ impl MoeShape {
     /// choices of as many.
     pub fn max_forward_rows(mut self, rows: usize) -> Self {
         self.max_forward_rows = Some(rows);
+        self
+    }
+
+    /// On GPUs, rows of ranks that are not mapped go in blocks of fixed size and place wherever
+    /// [`DispatchOpts::capacity`](crate::DispatchOpts::capacity) is set: in such dispatches, in those with
+    /// their handles, and in combines of both. The host then waits for nothing, as where all ranks are
+    /// mapped, and all of it can be captured into graphs if the transport's puts and exchanges can.
+    ///
+    /// The price is that blocks travel whole, however few rows are in them: each dispatch and combine
+    /// sends `max_block_rows` rows to every rank that is not mapped (a combine of
+    /// [`Layout::ExpertMajor`] rows that is [`Precision::Exact`](crate::Precision::Exact),
+    /// `max_block_expert_rows`), and rows are copied once more where they arrive and where they leave.
+    /// Staging grows to a block per rank and lane, twice. Dispatches without `capacity` move the rows
+    /// there are, as ever.
+    ///
+    /// Not with [`Hierarchy::Node`](crate::Hierarchy::Node) over several nodes. On hosts and where all
+    /// ranks are mapped it changes nothing.
+    pub fn fixed_blocks(mut self) -> Self {
+        self.fixed_blocks = true;
+        self
+    }
+
+    /// With [`MoeShape::fixed_blocks`], the most rows a rank sends to one that is not mapped; by default,
+    /// and at most, `max_tokens`. More are [`EpError::Capacity`] on every rank.
+    pub fn max_block_rows(mut self, rows: usize) -> Self {
+        self.max_block_rows = Some(rows);
+        self
+    }
+
+    /// With [`MoeShape::fixed_blocks`] and [`MoeShape::expert_major`], the most rows that the experts of a
+    /// rank have of another rank, which is not mapped, without padding; by default, and at most, as many as
+    /// there can be of `max_block_rows` tokens. More, in a dispatch of [`Layout::ExpertMajor`] rows, are
+    /// [`EpError::Capacity`] on every rank.
+    pub fn max_block_expert_rows(mut self, rows: usize) -> Self {
+        self.max_block_expert_rows = Some(rows);
         self
     }
 
@@ -155,6 +195,7 @@ impl MoeShape {
                 "{max_rows} rank-major and {max_expert_rows} expert-major rows per rank; row numbers are i32"
             ));
         }
+        let blocks = self.resolve_blocks(self.topk.min(most_local), rails)?;
         let forward = |rails: Rails| {
             let most = rails.sources.saturating_mul(self.max_tokens);
             self.max_forward_rows.map_or(most, |rows| rows.min(most))
@@ -175,6 +216,7 @@ impl MoeShape {
             #[cfg(feature = "cuda")]
             sources: rails.map_or(0, |rails| rails.sources),
             max_forward_rows: rails.map_or(0, forward),
+            blocks,
             payloads,
             formats,
             placement,
@@ -183,6 +225,29 @@ impl MoeShape {
             lanes,
             strides,
         })
+    }
+
+    /// What blocks of fixed size hold, where a token has up to `choices` experts on a rank.
+    fn resolve_blocks(&self, choices: usize, rails: Option<Rails>) -> Result<Option<Blocks>> {
+        let bad = |detail: &str| Err(EpError::argument("plan", detail));
+        if !self.fixed_blocks {
+            return Ok(None);
+        }
+        if rails.is_some_and(|rails| rails.nodes > 1) {
+            return bad(
+                "fixed_blocks with Hierarchy::Node over several nodes; use Hierarchy::Flat",
+            );
+        }
+        if self.max_block_rows == Some(0) || self.max_block_expert_rows == Some(0) {
+            return bad("blocks of 0 rows; at least 1 is needed");
+        }
+        let rows = self.max_block_rows.map_or(self.max_tokens, |rows| rows.min(self.max_tokens));
+        let all = rows.saturating_mul(choices);
+        let expert_rows = match self.expert_alignment {
+            Some(_) => self.max_block_expert_rows.map_or(all, |rows| rows.min(all)),
+            None => 0,
+        };
+        Ok(Some(Blocks { rows, expert_rows, any: (rows == self.max_tokens, expert_rows == all) }))
     }
 
     fn resolve_placement(&self, world: usize) -> Result<Placement> {
@@ -277,6 +342,18 @@ impl OutFormat {
     }
 }
 
+/// What blocks of fixed size hold.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Blocks {
+    /// Rows, one per token.
+    pub rows: usize,
+    /// Rows of experts; 0 where there are none.
+    pub expert_rows: usize,
+    /// Whether any number of each there can be fits.
+    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "GPUs alone have blocks"))]
+    pub any: (bool, bool),
+}
+
 /// A shape with everything filled in for a world size.
 #[derive(Clone, Debug)]
 pub(crate) struct Resolved {
@@ -292,6 +369,8 @@ pub(crate) struct Resolved {
     #[cfg(feature = "cuda")]
     pub sources: usize,
     pub max_forward_rows: usize,
+    /// Where blocks between ranks that are not mapped have a fixed size.
+    pub blocks: Option<Blocks>,
     pub payloads: Vec<PayloadKind>,
     formats: Vec<(RecordFormat, ExpertFormat)>,
     pub placement: Placement,
@@ -301,195 +380,10 @@ pub(crate) struct Resolved {
     pub strides: Strides,
 }
 
-const PAGE: usize = 4096;
-
-fn pages(bytes: usize) -> Result<usize> {
-    bytes.checked_next_multiple_of(PAGE).ok_or_else(too_large)
-}
-
-fn too_large() -> EpError {
-    EpError::argument("plan", "the window would exceed the address space")
-}
-
-fn mul(a: usize, b: usize) -> Result<usize> {
-    a.checked_mul(b).ok_or_else(too_large)
-}
-
-fn add(a: usize, b: usize) -> Result<usize> {
-    a.checked_add(b).ok_or_else(too_large)
-}
-
 impl Resolved {
     /// The formats of received rows of `kind`, one of this shape's payloads.
     pub fn formats(&self, kind: PayloadKind) -> (RecordFormat, ExpertFormat) {
         let known = self.payloads.iter().position(|&p| p == kind).unwrap_or(0);
         self.formats[known]
-    }
-
-    /// The offsets of everything in a rank's window; the same on every rank.
-    pub fn window(&self, bulk: bool) -> Result<Window> {
-        let message = notify::message_bytes(self.placement.physical(), self.world, self.nodes);
-        let fan_out = self.topk.min(self.world);
-        let rank_region = pages(mul(self.max_rows, self.strides.rank)?)?;
-        let expert_region = pages(mul(self.max_expert_rows, self.strides.expert)?)?;
-        // A home rank's staging holds every row that comes back to it: one per (token, rank), or
-        // per (token, expert) where experts' rows travel unreduced.
-        let home = mul(mul(self.max_tokens, fan_out)?, self.strides.rank)?;
-        let home_experts = match self.expert_alignment {
-            Some(_) => mul(mul(self.max_tokens, self.topk)?, self.strides.expert)?,
-            None => 0,
-        };
-        // Some room tells that ranks may not be mapped.
-        let (send, receive) =
-            if bulk { (pages(home.max(1))?, pages(home.max(home_experts))?) } else { (0, 0) };
-        let forward = pages(mul(self.max_forward_rows, self.strides.rank)?)?;
-        let mut window = Window {
-            message,
-            outboxes: 0,
-            mailboxes: 0,
-            slots: 0,
-            slot: add(rank_region, expert_region)?,
-            expert_region: rank_region,
-            staging: 0,
-            send,
-            receive,
-            forward,
-            world: self.world,
-            bytes: 0,
-        };
-        window.mailboxes = mul(self.lanes, message)?;
-        let mailboxes = mul(mul(self.lanes, self.world)?, message)?;
-        window.slots = pages(add(window.mailboxes, mailboxes)?)?;
-        window.staging = add(mul(self.slots, window.slot)?, window.slots)?;
-        let staging = add(add(send, receive)?, forward)?;
-        window.bytes = add(window.staging, mul(self.lanes, staging)?)?;
-        // A mapping's length is an isize.
-        if window.bytes > isize::MAX as usize {
-            return Err(too_large());
-        }
-        Ok(window)
-    }
-}
-
-/// Where things are in a window, as offsets in bytes.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Window {
-    pub message: usize,
-    outboxes: usize,
-    mailboxes: usize,
-    slots: usize,
-    slot: usize,
-    expert_region: usize,
-    staging: usize,
-    send: usize,
-    receive: usize,
-    forward: usize,
-    world: usize,
-    pub bytes: usize,
-}
-
-impl Window {
-    /// Where this rank composes what it announces on a lane.
-    pub fn outbox(&self, lane: usize) -> usize {
-        self.outboxes + lane * self.message
-    }
-
-    /// Where `source` announces itself on a lane.
-    pub fn mailbox(&self, lane: usize, source: usize) -> usize {
-        self.mailboxes + (lane * self.world + source) * self.message
-    }
-
-    /// Bytes of a slot.
-    #[cfg(feature = "cuda")]
-    pub fn slot_bytes(&self) -> usize {
-        self.slot
-    }
-
-    /// Whether there is room for rows of ranks that are not mapped.
-    #[cfg(feature = "cuda")]
-    pub fn has_staging(&self) -> bool {
-        self.send > 0
-    }
-
-    /// A slot's rank-major rows.
-    pub fn rank_rows(&self, slot: usize) -> usize {
-        self.slots + slot * self.slot
-    }
-
-    /// A slot's expert-major rows.
-    pub fn expert_rows(&self, slot: usize) -> usize {
-        self.rank_rows(slot) + self.expert_region
-    }
-
-    /// Where rows for bulk peers are packed.
-    pub fn send_staging(&self, lane: usize) -> usize {
-        self.staging + lane * (self.send + self.receive + self.forward)
-    }
-
-    /// Where bulk owners' blocks arrive at a home rank.
-    pub fn receive_staging(&self, lane: usize) -> usize {
-        self.send_staging(lane) + self.send
-    }
-
-    /// Where blocks of other nodes' ranks arrive at their rail.
-    pub fn forward_staging(&self, lane: usize) -> usize {
-        self.receive_staging(lane) + self.receive
-    }
-}
-
-/// What a layer takes on each rank. Nothing has been allocated.
-#[derive(Clone, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct Plan {
-    /// Ranks.
-    pub world: usize,
-    /// Bytes of the symmetric window, all that follows included.
-    pub window_bytes: usize,
-    /// Bytes of one result slot.
-    pub slot_bytes: usize,
-    /// Result slots.
-    pub slots: usize,
-    /// Lanes.
-    pub lanes: usize,
-    /// Bytes of one rank's announcement of one operation.
-    pub message_bytes: usize,
-    /// Bytes of staging for peers that are not mapped; 0 where all are.
-    pub staging_bytes: usize,
-    /// Bytes of staging for rows of other nodes that this rank forwards; 0 unless
-    /// [`Hierarchy::Node`](crate::Hierarchy::Node).
-    pub forward_bytes: usize,
-    /// Rows of other nodes a rank can be given to forward in one dispatch.
-    pub max_forward_rows: usize,
-    /// Rank-major rows a slot holds.
-    pub max_rows: usize,
-    /// Expert-major rows a slot holds, padding included; 0 unless asked for.
-    pub max_expert_rows: usize,
-    /// Flags per source rank.
-    pub flags: u32,
-    /// Bytes of device memory beside the window, on a GPU.
-    pub device_bytes: usize,
-    /// Bytes of page-locked host memory beside flags, on a GPU.
-    pub pinned_bytes: usize,
-}
-
-impl Plan {
-    pub(crate) fn new(resolved: &Resolved, bulk: bool) -> Result<Self> {
-        let window = resolved.window(bulk)?;
-        Ok(Self {
-            world: resolved.world,
-            window_bytes: window.bytes,
-            slot_bytes: window.slot,
-            slots: resolved.slots,
-            lanes: resolved.lanes,
-            message_bytes: window.message,
-            staging_bytes: resolved.lanes * (window.send + window.receive),
-            forward_bytes: resolved.lanes * window.forward,
-            max_forward_rows: resolved.max_forward_rows,
-            max_rows: resolved.max_rows,
-            max_expert_rows: resolved.max_expert_rows,
-            flags: notify::flags(resolved.lanes),
-            device_bytes: 0,
-            pinned_bytes: 0,
-        })
     }
 }

@@ -203,6 +203,13 @@ pub unsafe trait Link: Debug + Send + Sync {
         None
     }
 
+    /// Whether [`Link::put`] and [`Link::exchange`] on a stream that is being captured become part of the
+    /// graph, each replay of which then puts or exchanges the same places. Where this is not so, they are
+    /// refused.
+    fn captures(&self) -> bool {
+        false
+    }
+
     /// Whether a wait of `peer` on a stream may hold up what this rank submits after it, since both
     /// share hardware: whoever tells several peers of the same tells such ones last, so that none of
     /// them waits ahead of what the others are told.

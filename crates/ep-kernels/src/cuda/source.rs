@@ -69,7 +69,7 @@ impl KernelSource {
     /// Every source of this crate.
     pub fn all() -> &'static [&'static KernelSource] {
         use super::moe;
-        static ALL: [&KernelSource; 11] = [
+        static ALL: [&KernelSource; 12] = [
             &super::probe::SM_PROBE,
             &super::holder::HOLDER,
             &moe::ROWS,
@@ -79,6 +79,7 @@ impl KernelSource {
             &moe::PLAN,
             &moe::NODES,
             &moe::FORWARD,
+            &moe::FIXED,
             &moe::CAST,
             &super::gemm::GEMM,
         ];

@@ -8,8 +8,8 @@ use std::time::Duration;
 use cudarc::driver::sys::CUstream;
 use ep_kernels::Placement;
 use ep_kernels::cuda::moe::{
-    LayoutKernels, MoeHeader, MoeLane, MoeReport, MoeShape, MoveKernels, NodeKernels,
-    layout_scratch_bytes,
+    FixedKernels, LayoutKernels, MoeHeader, MoeKernels, MoeLane, MoeReport, MoeShape, MoveKernels,
+    NodeKernels, layout_scratch_bytes,
 };
 use ep_kernels::cuda::{Compiler, Device, DeviceMemory, EventPool, MappedHost, Stream};
 use ep_transport::{Link, Memory, Queue, StreamSide, TransportError};
@@ -17,9 +17,11 @@ use parking_lot::Mutex;
 
 use crate::node::Across;
 use crate::sched::{CudaReservation, SmPolicy, reserve_on_gpu};
-use crate::shape::{Resolved, Window};
+use crate::shape::Resolved;
+use crate::window::Window;
 use crate::{Ep, EpError, Result};
 
+use super::fixed::Fixed;
 use super::machine::{Driven, Machine};
 use super::memory::{Counted, HandleSizes, Handles};
 use super::nodes::{Crossings, NodeSizes};
@@ -36,9 +38,7 @@ pub(super) const SETUP: Duration = Duration::from_secs(60);
 #[derive(Debug)]
 pub(crate) struct Prepared {
     device: Device,
-    layout: LayoutKernels,
-    moves: MoveKernels,
-    nodes: Option<NodeKernels>,
+    kernels: MoeKernels,
     sms: u32,
     reserved: Arc<CudaReservation>,
     tuning: Tuning,
@@ -84,7 +84,7 @@ impl Prepared {
         choice: SmChoice<'_>,
         (handles, world): (usize, usize),
         tuning: Tuning,
-        nodes: Option<&NodeSizes>,
+        shape: Option<&Resolved>,
     ) -> Result<Self> {
         let loaded = Loaded::on(ordinal)?;
         let device = loaded.device.clone();
@@ -96,12 +96,16 @@ impl Prepared {
         if handles == 0 {
             return Err(EpError::argument("build", "no handles; at least 1 is needed"));
         }
+        let nodes = shape.and_then(NodeSizes::new);
         let columns = nodes.map_or(world, |nodes| nodes.columns);
         tuning.check(columns, device.properties())?;
         let nodes = nodes.map(|_| NodeKernels::load(&device, Compiler::get()?)).transpose()?;
+        let fixed = shape.and_then(|shape| shape.blocks);
+        let fixed = fixed.map(|_| FixedKernels::load(&device, Compiler::get()?)).transpose()?;
         let reserved = choice.reserve(&device, &tuning)?;
         let Loaded { layout, moves, .. } = loaded;
-        Ok(Self { device, layout, moves, nodes, sms, reserved, tuning, handles })
+        let kernels = MoeKernels { layout, moves, nodes, fixed };
+        Ok(Self { device, kernels, sms, reserved, tuning, handles })
     }
 
     /// The SMs set aside.
@@ -141,7 +145,7 @@ impl Loaded {
 pub(crate) struct Sizes {
     /// The most a rank sends.
     pub tokens: usize,
-    tables: [usize; 5],
+    tables: [usize; 6],
     lane: usize,
     scratch: usize,
     pub handle: HandleSizes,
@@ -172,6 +176,7 @@ impl Sizes {
             up(4 * (shape.world + 1)),
             up(4 * (placement.experts() + 1)),
             up(4 * placement.physical()),
+            up(4 * shape.world),
         ];
         let lanes_at: usize = tables.iter().sum();
         let nodes = NodeSizes::new(shape);
@@ -248,6 +253,8 @@ pub(super) struct Parts<'a> {
 pub(super) struct FarParts {
     /// How many they are.
     pub ranks: usize,
+    /// Whether what goes to them can be captured.
+    pub captures: bool,
     /// One stream per lane, if there are some, kept by the machine.
     pub carriers: Vec<CUstream>,
     /// Payloads of so many bytes are sent in parts.
@@ -256,12 +263,13 @@ pub(super) struct FarParts {
 
 /// What a block must have to be worth a launch and a transfer of its own: at a link's 400 GB/s a part
 /// of it takes some 5 us, which a launch takes too.
-const FAR: FarParts = FarParts { ranks: 0, carriers: Vec::new(), in_parts_from: 8 << 20 };
+const FAR: FarParts =
+    FarParts { ranks: 0, captures: false, carriers: Vec::new(), in_parts_from: 8 << 20 };
 
 impl Sizes {
     /// Where the tables are in device memory: windows, owners, first experts, first replicas,
-    /// replicas.
-    fn tables_at(&self) -> [usize; 5] {
+    /// replicas, nodes.
+    fn tables_at(&self) -> [usize; 6] {
         let mut at = 0;
         self.tables.map(|bytes| {
             let start = at;
@@ -285,7 +293,7 @@ impl Gpu {
         across: &Across,
         windows: &[u64],
     ) -> Result<Self> {
-        let Prepared { device, layout, moves, nodes, sms, reserved, tuning, handles } = prepared;
+        let Prepared { device, kernels, sms, reserved, tuning, handles } = prepared;
         let ordinal = device.properties().ordinal;
         let unfit = |detail: String| TransportError::Unsupported { op: "build", detail };
         if link.memory() != (Memory::Cuda { ordinal }) {
@@ -304,7 +312,7 @@ impl Gpu {
         let copies = device.stream(greatest)?;
         let memory = DeviceMemory::zeroed(&copies, sizes.device, SETUP)?;
         let pinned = MappedHost::<u8>::zeroed(&device, sizes.pinned)?;
-        fill_tables(&memory, &copies, &sizes, &shape.placement, windows)?;
+        fill_tables((&memory, &copies), &sizes, &shape.placement, windows, across)?;
         if let Some(tables) = NodeSizes::new(shape) {
             let to = (&memory, sizes.nodes_at, &copies);
             tables.fill(to, &shape.placement, across, (windows, me.1))?;
@@ -321,19 +329,17 @@ impl Gpu {
             (0..carriers).map(|_| reserved.stream(greatest)).collect::<Result<_, _>>()?;
         // A partition loads kernels for itself; behind a pending wait that might never end.
         if let Some(stream) = streams.first() {
-            layout.prepare(stream)?;
-            moves.prepare(stream)?;
-            nodes.iter().try_for_each(|nodes| nodes.prepare(stream))?;
+            kernels.prepare(stream)?;
         }
         let raw = |streams: &[Stream]| streams.iter().map(Stream::raw).collect();
+        let captures = link.captures();
         let (lanes, far) =
-            (raw(&streams), FarParts { ranks: far, carriers: raw(&carriers), ..FAR });
+            (raw(&streams), FarParts { ranks: far, captures, carriers: raw(&carriers), ..FAR });
         streams.extend(carriers);
         let addresses = (memory.address(), pinned.device_address());
         let events = EventPool::new(&device, EVENTS, false)?;
         let (memory, pinned) = (Some(memory), Some(pinned));
-        let machine =
-            Driven { device, layout, moves, nodes, events, streams, copies, memory, pinned };
+        let machine = Driven { device, kernels, events, streams, copies, memory, pinned };
         Ok(Self::of(Parts {
             machine: Box::new(machine),
             streams: lanes,
@@ -374,6 +380,7 @@ impl Gpu {
             }
         };
         let moe = with_addresses(moe_shape(shape, rank), tables, side.poisoned, window);
+        let fixed = Fixed::new(shape, window, (tables[5], far.ranks, far.captures));
         let moe = MoeShape { far: far.ranks as u32, ..moe };
         let crossings = crossings(&moe, shape, across, base + sizes.nodes_at as u64);
         let crossing = match crossings {
@@ -396,6 +403,7 @@ impl Gpu {
             ordinal,
             shape: moe,
             crossings,
+            fixed,
             in_parts_from: far.in_parts_from,
             plans: Mutex::new(Plans { given: parts.tuning, ..Plans::default() }),
             sms: parts.sms,
@@ -428,7 +436,7 @@ fn crossings(moe: &MoeShape, shape: &Resolved, across: &Across, base: u64) -> Op
 
 fn with_addresses(
     moe: MoeShape,
-    [windows, rank_of, base, replica_offsets, replicas]: [u64; 5],
+    [windows, rank_of, base, replica_offsets, replicas, _]: [u64; 6],
     poisoned: u64,
     window: &Window,
 ) -> MoeShape {
@@ -448,13 +456,13 @@ fn with_addresses(
 }
 
 fn fill_tables(
-    memory: &DeviceMemory,
-    stream: &Stream,
+    (memory, stream): (&DeviceMemory, &Stream),
     sizes: &Sizes,
     placement: &Placement,
     windows: &[u64],
+    across: &Across,
 ) -> Result<()> {
-    let [windows_at, rank_of, base, replica_offsets, replicas_at] = sizes.tables_at();
+    let [windows_at, rank_of, base, replica_offsets, replicas_at, nodes_at] = sizes.tables_at();
     let (physical, ranks) = (placement.physical(), windows.len());
     let owners: Vec<u32> = (0..physical).map(|p| placement.owner(p).0 as u32).collect();
     let mut bases: Vec<u32> = (0..ranks).map(|r| placement.physical_base(r) as u32).collect();
@@ -465,10 +473,15 @@ fn fill_tables(
         replicas.extend_from_slice(placement.replicas(expert));
         offsets.push(replicas.len() as u32);
     }
+    let nodes: Vec<u32> = across.nodes.all().iter().map(|&node| node as u32).collect();
     memory.upload(stream, windows_at, windows, SETUP)?;
-    for (at, table) in
-        [(rank_of, &owners), (base, &bases), (replica_offsets, &offsets), (replicas_at, &replicas)]
-    {
+    for (at, table) in [
+        (rank_of, &owners),
+        (base, &bases),
+        (replica_offsets, &offsets),
+        (replicas_at, &replicas),
+        (nodes_at, &nodes),
+    ] {
         memory.upload(stream, at, table, SETUP)?;
     }
     Ok(())

@@ -16,6 +16,7 @@ use crate::slots::Slot;
 use crate::{EpError, Event, Handle, Layout, Memory, Precision, Result};
 
 use super::machine::Point;
+use super::memory::HandleMemory;
 use super::nodes::Homeward;
 use super::plans::Moving;
 use super::{Gpu, Turn};
@@ -182,12 +183,16 @@ impl Folding {
     }
 
     /// Where ranks are not mapped, waits on the host until it is known that all combine the same, and
-    /// sends them their rows.
+    /// sends them their rows. Blocks of fixed size go whatever is known.
     fn push(&mut self) -> Result<()> {
         if !self.gpu().is_far() {
             return Ok(());
         }
         let ep = self.lane.ep.clone();
+        if self.memory().fixed {
+            let pushed = self.send_fixed().and_then(|()| gpu(&ep).tell_sent(&ep, &self.turn));
+            return pushed.map_err(|e| ep.give_up(OP, e));
+        }
         let pushed = match gpu(&ep).await_verdict(&ep, OP, self.turn.lane, self.turn.ticket) {
             Ok(()) => self.send_home(),
             Err(error) if error.group_usable() => {
@@ -200,9 +205,19 @@ impl Folding {
         pushed.map_err(|e| ep.give_up(OP, e))
     }
 
+    fn memory(&self) -> &HandleMemory {
+        self.handle.routing.gpu.as_ref().expect("on a GPU")
+    }
+
+    fn send_fixed(&self) -> Result<()> {
+        let slot = self.slot.as_ref().expect("held to the end").index();
+        let rows = (slot, self.format.stride, self.per_rank);
+        self.gpu().send_fixed_home(&self.lane.ep, &self.turn, self.memory(), rows)
+    }
+
     fn send_home(&self) -> Result<()> {
         let (ep, slot) = (&self.lane.ep, self.slot.as_ref().expect("held to the end").index());
-        let memory = self.handle.routing.gpu.as_ref().expect("on a GPU");
+        let memory = self.memory();
         if self.per_node {
             return self.gpu().send_sums(ep, &self.turn, &self.homeward(&self.any_arguments()));
         }
@@ -213,7 +228,7 @@ impl Folding {
     fn homeward<'a>(&'a self, args: &'a CombineArgs) -> Homeward<'a> {
         let shape = &self.lane.ep.shape;
         let crossing = OutFormat::rank_major(None, self.kind, shape.hidden, shape.topk);
-        let memory = self.handle.routing.gpu.as_ref().expect("on a GPU");
+        let memory = self.memory();
         Homeward { args, crossing: out_format(&crossing), memory }
     }
 
@@ -324,8 +339,8 @@ impl Folding {
         let (ep, gpu) = (&self.lane.ep, self.gpu());
         CombineArgs {
             shape: gpu.shape,
-            routing: self.handle.routing.gpu.as_ref().expect("on a GPU").routing,
-            op: gpu.op(ep, &self.turn, self.whole),
+            routing: self.memory().routing,
+            op: gpu.op_with(ep, &self.turn, self.memory(), self.whole),
             dtype: self.kind.dtype(),
             hidden: ep.shape.hidden as u32,
             format: out_format(&self.format),
@@ -337,7 +352,7 @@ impl Folding {
             bias_count: 0,
             weights_home: 0,
             carried_at: 0,
-            // Else the verdict has been given: peers may be ahead when this runs.
+            // Else the verdict has been given, to the host or to the kernel.
             check: !gpu.is_far(),
         }
     }
@@ -400,6 +415,10 @@ fn prepare(
     let index = opts.lane.unwrap_or(result.lane);
     let lane = LaneGuard::take(ep, OP, index, ep.deadline())?;
     let turn = gpu(ep).begin(OP, index, queue)?;
+    if let Some(memory) = result.handle.routing.gpu.as_ref().filter(|_| turn.capturing) {
+        let checked = gpu(ep).check_captured_handle(OP, memory);
+        checked.map_err(|e| gpu(ep).leave(OP, &turn, queue, e))?;
+    }
     Ok((lane, turn))
 }
 

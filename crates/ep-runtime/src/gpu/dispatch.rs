@@ -139,10 +139,16 @@ impl Sending {
                           set DispatchOpts::capacity, or use a cached handle";
             return Err(EpError::argument(OP, detail));
         }
+        if let (true, Route::Cached(handle)) = (turn.capturing, route) {
+            gpu.check_captured_handle(OP, memory(&handle.routing))?;
+        }
         let slot = gpu.take_slot(ep, OP, turn)?;
         Ok(match route {
             Route::Cached(handle) => (slot, handle.routing.clone(), true),
-            _ => (slot, gpu.new_handle(ep, turn, opts.layout, tokens)?, false),
+            _ => {
+                let fixed = opts.capacity && gpu.has_fixed();
+                (slot, gpu.new_handle(ep, turn, (opts.layout, fixed), tokens)?, false)
+            }
         })
     }
 
@@ -206,7 +212,7 @@ impl Sending {
         let (ep, gpu, turn) = (&self.lane.ep, self.gpu(), &self.turn);
         gpu.gather(ep, turn, "dispatch, announcements", self.joined.posted)?;
         let memory = self.memory();
-        let op = gpu.op(ep, turn, self.joined.done);
+        let op = gpu.op_with(ep, turn, memory, self.joined.done);
         if !self.cached {
             let alignment = match self.layout() {
                 Layout::RankMajor => 0,
@@ -214,8 +220,9 @@ impl Sending {
             };
             let (shape, routing, summary) = (gpu.shape, memory.routing, memory.summary);
             let scratch = gpu.lane(turn.lane).scratch;
-            let crossing = gpu.crossing(memory);
-            let args = PlanArgs { shape, routing, op, alignment, crossing, summary, scratch };
+            let (crossing, limits) = (gpu.crossing(memory), gpu.limits(memory));
+            let args =
+                PlanArgs { shape, routing, op, alignment, crossing, limits, summary, scratch };
             // SAFETY: all addresses are of this layer's memory.
             unsafe { gpu.submit(turn, &MoeWork::Plan(&args))? };
         } else {
@@ -239,8 +246,11 @@ impl Sending {
         // SAFETY: the payload is as many rows as the routing has tokens (checked on entry), on this
         // GPU; the targets are slots their owners offered for this operation, or this lane's staging.
         let parts = unsafe { gpu.move_in_parts(ep, turn, &plan, &args)? };
+        if memory.fixed {
+            gpu.send_fixed_rows(ep, turn, format.stride as usize)?;
+        }
         // Where ranks are not mapped, all are told at once, when what is for others has been sent.
-        if !self.joined.done && !gpu.is_far() {
+        if !self.joined.done && (memory.fixed || !gpu.is_far()) {
             gpu.signal(ep, turn, Phase::Done, &ep.flagged)?;
         }
         Ok(parts)
@@ -250,10 +260,11 @@ impl Sending {
         self.handle.as_ref().expect("held until it becomes a Handle").layout
     }
 
-    /// In exact mode, or where ranks are not mapped, waits on the host until it is known how many rows
-    /// come; and sends those that do not go by stores.
+    /// In exact mode, or where ranks are not mapped and blocks have no fixed size, waits on the host until
+    /// it is known how many rows come; and sends those that do not go by stores.
     fn settle(&mut self) -> Result<()> {
-        let (ep, far) = (self.lane.ep.clone(), self.gpu().is_far());
+        let ep = self.lane.ep.clone();
+        let far = self.gpu().is_far() && !self.memory().fixed;
         if (self.cached || self.capacity) && !far {
             return Ok(());
         }
@@ -348,6 +359,10 @@ impl Sending {
         gpu.flush(&ep, turn)?;
         let handle = self.handle.as_ref().expect("taken once");
         let memory = memory(handle);
+        if memory.fixed {
+            let slot = self.slot.as_ref().expect("taken with the handle").index();
+            gpu.take_fixed_rows(&ep, turn, memory, (slot, self.kind))?;
+        }
         if let Layout::ExpertMajor { .. } = handle.layout {
             gpu.expand(&ep, turn, memory, self.kind, self.cached)?;
         }
@@ -408,7 +423,7 @@ impl Gpu {
         &self,
         ep: &Arc<Inner>,
         turn: &Turn,
-        layout: Layout,
+        (layout, fixed): (Layout, bool),
         tokens: usize,
     ) -> Result<Arc<HandleInner>> {
         let mut handle = self.take_handle(OP, turn)?;
@@ -417,7 +432,7 @@ impl Gpu {
         inner.lane = turn.lane;
         inner.send.tokens = tokens;
         if let Some(memory) = &mut inner.gpu {
-            memory.filled_by(ep, turn, tokens);
+            memory.filled_by(ep, turn, tokens, fixed);
         }
         Ok(handle)
     }

@@ -12,7 +12,8 @@
 //!
 //! How large blocks are and where they go is known only behind an operation's verdict. So where some
 //! rank is not mapped, the host waits for the verdict of every operation, also in capacity mode, and
-//! nothing can be captured. Announcements are of one size, so they go first.
+//! nothing can be captured, unless blocks have a fixed size ([`super::fixed`]). Announcements are of one
+//! size, so they go first.
 
 use std::sync::Arc;
 
@@ -26,9 +27,6 @@ use crate::notify::Phase;
 use super::machine::Point;
 use super::memory::{HandleMemory, Told};
 use super::{Gpu, Turn, cuda};
-
-pub(super) const NO_CAPTURE: &str = "some ranks are not mapped: what goes to them is known to the \
-                                     host only once announcements have come, so it cannot be captured";
 
 /// The most parts that rows for ranks that are not mapped go in.
 const PARTS: usize = 4;
@@ -155,7 +153,7 @@ impl Gpu {
     ) -> Result<Parts> {
         let mut parts = Parts::default();
         let of = self.parts(ep, args.format.stride as usize);
-        if of == 1 {
+        if of == 1 || args.op.block > 0 {
             // SAFETY: by this function's contract.
             unsafe { self.submit(turn, &MoeWork::Dispatch(plan, args))? };
             return Ok(parts);

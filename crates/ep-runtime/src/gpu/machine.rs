@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use cudarc::driver::sys::CUstream;
-use ep_kernels::cuda::moe::{LayoutKernels, MoeWork, MoveKernels, NodeKernels};
+use ep_kernels::cuda::moe::{MoeKernels, MoeWork};
 use ep_kernels::cuda::{
     CaptureRelaxed, CudaError, Device, DeviceMemory, DeviceProperties, Event, EventPool,
     MappedHost, PointerPlace, Stream,
@@ -104,10 +104,7 @@ pub(crate) trait Machine: Debug + Send + Sync {
 #[derive(Debug)]
 pub(super) struct Driven {
     pub device: Device,
-    pub layout: LayoutKernels,
-    pub moves: MoveKernels,
-    /// Where tokens cross nodes once.
-    pub nodes: Option<NodeKernels>,
+    pub kernels: MoeKernels,
     pub events: Arc<EventPool>,
     /// Those of lanes.
     pub streams: Vec<Stream>,
@@ -165,7 +162,7 @@ impl Machine for Driven {
 
     unsafe fn submit(&self, stream: CUstream, work: &MoeWork<'_>) -> Driver<()> {
         // SAFETY: by this function's contract.
-        unsafe { work.submit(stream, &self.layout, &self.moves, self.nodes.as_ref()) }
+        unsafe { work.submit(stream, &self.kernels) }
     }
 
     fn is_done_in_capture(&self, point: &dyn Point) -> Driver<bool> {

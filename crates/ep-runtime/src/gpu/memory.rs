@@ -82,6 +82,8 @@ pub(crate) struct HandleMemory {
     pub nodes: Option<HandleNodes>,
     /// Where the GPU writes what [`Told`] holds.
     pub summary: u64,
+    /// Its rows go in blocks of fixed size.
+    pub fixed: bool,
     sizes: Counted,
     /// Filled while the dispatch still owned the handle.
     told: Told,
@@ -173,7 +175,8 @@ impl HandleMemory {
     }
 
     /// Says which dispatch fills it.
-    pub fn filled_by(&mut self, ep: &Arc<Inner>, turn: &Turn, tokens: usize) {
+    pub fn filled_by(&mut self, ep: &Arc<Inner>, turn: &Turn, tokens: usize, fixed: bool) {
+        self.fixed = fixed;
         (self.eager, self.late) = (false, OnceLock::new());
         self.source = Some((Arc::downgrade(ep), turn.lane, turn.ticket));
         self.routing.tokens = tokens as u32;
@@ -212,7 +215,7 @@ impl HandleMemory {
 /// How a handle's memory is divided.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct HandleSizes {
-    offsets: [usize; 20],
+    offsets: [usize; 21],
     /// Where what is for nodes is, if there is any.
     nodes: Option<(usize, NodeSizes)>,
     /// Bytes of device memory.
@@ -232,6 +235,7 @@ impl HandleSizes {
             Some(_) => 4 * shape.max_rows * shape.topk,
             None => 0,
         };
+        let blocks = counted.far && shape.blocks.is_some() && shape.expert_alignment.is_some();
         let bytes = [
             size_of::<MoeHandleHeader>(),
             choices,
@@ -253,6 +257,7 @@ impl HandleSizes {
             places,
             far(ranks),
             far(ranks * PIECES),
+            if blocks { ranks * local_experts } else { 0 },
         ];
         let mut at = 0;
         let offsets = bytes.map(|bytes| {
@@ -292,6 +297,7 @@ impl HandleSizes {
             row_weights,
             staged,
             pieces,
+            experts_from,
         ] = self.offsets.map(|at| base + at as u64);
         MoeRouting {
             header,
@@ -314,6 +320,7 @@ impl HandleSizes {
             row_weights,
             staged,
             pieces,
+            experts_from,
             tokens: 0,
             reserved: 0,
         }
@@ -342,6 +349,7 @@ impl Handles {
                 routing: sizes.routing(base),
                 nodes: sizes.nodes(base),
                 summary: pinned + (i * sizes.pinned) as u64,
+                fixed: false,
                 sizes: counted,
                 told: Told::default(),
                 eager: false,

@@ -15,6 +15,7 @@ mod copies;
 mod dispatch;
 mod expand;
 mod far;
+mod fixed;
 mod machine;
 mod memory;
 mod nodes;
@@ -28,7 +29,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use cudarc::driver::sys::CUstream;
-use ep_kernels::cuda::moe::{AnnounceArgs, MoeHeader, MoeOp, MoeShape, MoeWork, MovePlan};
+use ep_kernels::cuda::moe::{AnnounceArgs, MoeOp, MoeShape, MoeWork, MovePlan};
 use ep_kernels::cuda::{CudaError, Device, DeviceProperties, LaunchFlags};
 use ep_transport::{Meeting, Queue, StreamSide, TransportError};
 use parking_lot::Mutex;
@@ -38,10 +39,10 @@ pub(crate) use combine::{Folding, combine_all};
 pub(crate) use dispatch::{Sending, dispatch_all};
 pub(crate) use machine::{Machine, Point};
 pub(crate) use memory::{HandleMemory, Handles, Told};
-pub(crate) use nodes::NodeSizes;
 pub use plans::PlanOrigin;
 pub(crate) use plans::{Found, Moving, Plans};
 pub(crate) use report::Ticket;
+use report::moe;
 pub use tune::PlanInForce;
 pub(crate) use tune::{TuneSettings, tune_built};
 
@@ -114,6 +115,8 @@ pub(crate) struct Gpu {
     in_parts_from: usize,
     /// Where tokens cross nodes once.
     crossings: Option<nodes::Crossings>,
+    /// Where blocks for ranks that are not mapped have a fixed size.
+    fixed: Option<fixed::Fixed>,
 }
 
 /// A lane's stream and its memory.
@@ -237,8 +240,8 @@ impl Gpu {
             true => Ticket::CAPTURED,
             false => Ticket::new(lane_state.tickets.fetch_add(1, Ordering::Relaxed) + 1),
         };
-        if capturing && self.is_far() {
-            return Err(EpError::argument(op, far::NO_CAPTURE));
+        if capturing {
+            self.check_capture(op)?;
         }
         // SAFETY: both streams are live and of this device.
         unsafe { self.machine.chain(raw, lane_state.stream())? };
@@ -303,6 +306,7 @@ impl Gpu {
             lane_index: turn.lane as u64,
             send: ep.local(ep.window.send_staging(turn.lane)) as u64,
             receive: ep.local(ep.window.receive_staging(turn.lane)) as u64,
+            block: 0,
         }
     }
 
@@ -476,21 +480,5 @@ impl Gpu {
             Ok((point, captured)) => Event::on_stream(ep.clone(), point, None, captured),
             Err(_) => Event::done(),
         }
-    }
-}
-
-fn moe(h: Header) -> MoeHeader {
-    MoeHeader {
-        op: h.op,
-        slot: h.slot,
-        sequence: h.sequence,
-        layout: h.layout,
-        payload: h.payload,
-        received: h.received,
-        handle: h.handle,
-        options: h.options,
-        status: h.status,
-        bad_token: h.bad_token,
-        bad_id: h.bad_id,
     }
 }

@@ -115,10 +115,13 @@ impl Gpu {
 
     fn capacity(&self, ep: &Inner, op: &'static str, report: &MoeReport) -> EpError {
         let shape = &ep.shape;
+        let blocks = shape.blocks.map_or((0, 0), |b| (b.rows, b.expert_rows));
         let (what, reserved, setting) = match report.what {
             0 => ("rank-major rows", shape.max_rows, "max_rows"),
             1 => ("expert-major rows", shape.max_expert_rows, "max_expert_rows"),
             3 => ("rows to forward", shape.max_forward_rows, "max_forward_rows"),
+            4 => ("rows of one rank", blocks.0, "max_block_rows"),
+            5 => ("experts' rows of one rank", blocks.1, "max_block_expert_rows"),
             _ => ("rows", shape.max_rows, "max_rows"),
         };
         let (rank, needed) = (report.rank as usize, report.needed as usize);
@@ -161,6 +164,23 @@ fn failed(ep: &Inner, op: &'static str) -> EpError {
 
 fn header(h: MoeHeader) -> Header {
     Header {
+        op: h.op,
+        slot: h.slot,
+        sequence: h.sequence,
+        layout: h.layout,
+        payload: h.payload,
+        received: h.received,
+        handle: h.handle,
+        options: h.options,
+        status: h.status,
+        bad_token: h.bad_token,
+        bad_id: h.bad_id,
+    }
+}
+
+/// An announcement as kernels know it.
+pub(super) fn moe(h: Header) -> MoeHeader {
+    MoeHeader {
         op: h.op,
         slot: h.slot,
         sequence: h.sequence,

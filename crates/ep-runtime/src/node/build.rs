@@ -1,9 +1,9 @@
 //! What a layer is built with that concerns nodes.
 
 use super::{Hierarchy, Nodes, Rails};
-use crate::Result;
 use crate::ep::EpBuilder;
 use crate::shape::Resolved;
+use crate::{Place, Result};
 
 impl EpBuilder {
     /// How tokens get to ranks of other nodes. Nodes are the classes of ranks whose windows are mapped
@@ -24,7 +24,12 @@ impl EpBuilder {
                 (None, None) => Rails { nodes: 1, sources: 0 },
             }),
         };
-        self.shape.resolve(world, (self.slots, self.lanes), rails)
+        let mut resolved = self.shape.resolve(world, (self.slots, self.lanes), rails)?;
+        if self.place == Place::Host {
+            // Hosts learn all sizes as they go.
+            resolved.blocks = None;
+        }
+        Ok(resolved)
     }
 
     /// The nodes of `world` ranks, as far as the transport knows them beforehand.

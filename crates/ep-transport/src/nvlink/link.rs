@@ -218,6 +218,10 @@ unsafe impl Link for NvlinkLink {
         Some(self.watchdog.shared.board.side())
     }
 
+    fn captures(&self) -> bool {
+        true
+    }
+
     fn is_beside(&self, peer: usize) -> bool {
         self.pacing.as_ref().is_some_and(|pacing| pacing.concerns(&[peer]))
     }

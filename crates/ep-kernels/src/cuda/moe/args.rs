@@ -1,5 +1,6 @@
 //! What kernels are told. Addresses are device addresses.
 
+use super::fixed::FixedLimits;
 use super::move_plan::MovePlan;
 use super::nodes::MoeCrossing;
 use super::params::{
@@ -87,6 +88,8 @@ pub struct PlanArgs {
     pub alignment: u32,
     /// Where tokens cross nodes once; else nothing.
     pub crossing: MoeCrossing,
+    /// What blocks of fixed size hold, where there are some ([`MoeOp::block`]).
+    pub limits: FixedLimits,
     /// `i32 [2 + E + E + 1 + 2 R]` in host memory, E local experts: rows, expert-major rows, counts,
     /// offsets, rows from and to each rank. Where ranks are not mapped, `i32 [3 R + R E + P + PIECES R]`
     /// follow: where this rank's rows start at each rank, and in its staging when they go home, one per

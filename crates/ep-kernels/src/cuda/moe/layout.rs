@@ -84,7 +84,10 @@ pub(crate) static PLAN: KernelSource = KernelSource {
             crossing,
             summary,
             scratch,
+            node_of,
             alignment,
+            block_rows,
+            block_expert_rows,
             reserved
         }),
         layout!(MoeTailParams { shape, routing, op, row, expert, expert_major, reserved }),
@@ -145,7 +148,10 @@ struct MoePlanParams {
     crossing: MoeCrossing,
     summary: u64,
     scratch: u64,
+    node_of: u64,
     alignment: u32,
+    block_rows: u32,
+    block_expert_rows: u32,
     reserved: u32,
 }
 
@@ -173,12 +179,12 @@ macro_rules! params {
     };
 }
 params! {
-    MoeLayoutParams = 128 + 168 + 64 + 72 + 4 * 8 + 4 * 4;
-    MoePlacesParams = 128 + 168 + 64 + 32 + 8 + 2 * 4;
-    MoeAnnounceParams = 128 + 64 + 72 + 8;
-    MoeJudgeParams = 128 + 64;
-    MoePlanParams = 128 + 168 + 64 + 80 + 2 * 8 + 2 * 4;
-    MoeTailParams = 128 + 168 + 64 + 32 + 24 + 2 * 4;
+    MoeLayoutParams = 128 + 176 + 72 + 72 + 4 * 8 + 4 * 4;
+    MoePlacesParams = 128 + 176 + 72 + 32 + 8 + 2 * 4;
+    MoeAnnounceParams = 128 + 72 + 72 + 8;
+    MoeJudgeParams = 128 + 72;
+    MoePlanParams = 128 + 176 + 72 + 80 + 3 * 8 + 4 * 4;
+    MoeTailParams = 128 + 176 + 72 + 32 + 24 + 2 * 4;
 }
 
 /// Shared memory that counting may take.
@@ -312,11 +318,21 @@ impl LayoutKernels {
     /// # Errors
     /// The driver's.
     pub unsafe fn plan(&self, stream: CUstream, args: &PlanArgs) -> Result<(), CudaError> {
-        let &PlanArgs { shape, routing, op, alignment, crossing, summary, scratch } = args;
+        let &PlanArgs { shape, routing, op, alignment, crossing, limits, summary, scratch } = args;
         let columns = shape.physical + shape.world;
-        let reserved = 0;
-        let params =
-            MoePlanParams { shape, routing, op, crossing, summary, scratch, alignment, reserved };
+        let params = MoePlanParams {
+            shape,
+            routing,
+            op,
+            crossing,
+            summary,
+            scratch,
+            node_of: limits.node_of,
+            alignment,
+            block_rows: limits.rows,
+            block_expert_rows: limits.expert_rows,
+            reserved: 0,
+        };
         // SAFETY: the caller's promise; the kernel takes these parameters.
         unsafe { self.plan.launch(stream, &one_block(columns), &params) }
     }

@@ -10,6 +10,7 @@ use sha2::{Digest, Sha256};
 
 mod args;
 mod cast;
+mod fixed;
 mod layout;
 mod move_plan;
 mod moves;
@@ -23,6 +24,8 @@ pub use args::{
 };
 pub(crate) use cast::CAST;
 pub use cast::{CastArgs, CastKernels};
+pub(crate) use fixed::FIXED;
+pub use fixed::{FixedArgs, FixedKernels, FixedLimits, FixedRows};
 pub(crate) use layout::{LAYOUT, PLACES, PLAN};
 pub use layout::{LayoutKernels, layout_scratch_bytes};
 pub use move_plan::{CopyPath, MovePlan, SUM_SHAPES, UNROLLS};
@@ -34,7 +37,7 @@ pub use params::{
     MoeExpertFormat, MoeHandleHeader, MoeHeader, MoeLane, MoeOp, MoeOutFormat, MoeReport,
     MoeRouting, MoeRowFormat, MoeShape, PIECES, block_tokens, verdict,
 };
-pub use work::{MoeLaunch, MoeWork, NodeSum};
+pub use work::{MoeKernels, MoeLaunch, MoeWork, NodeSum};
 
 /// Names the kernels of this build that move rows: another build's may be fastest launched otherwise.
 /// Hexadecimal digits.

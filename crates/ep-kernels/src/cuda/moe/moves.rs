@@ -183,8 +183,8 @@ unsafe impl Plain for MoeSumsParams {}
 unsafe impl KernelParams for MoeRowsParams {}
 // SAFETY: the struct of kernels/sums.cu, whose layout checks are compiled against this.
 unsafe impl KernelParams for MoeSumsParams {}
-const _: () = assert!(size_of::<MoeRowsParams>() == 128 + 168 + 64 + 32 + 24 + 5 * 8 + 4 * 4);
-const _: () = assert!(size_of::<MoeSumsParams>() == 128 + 168 + 64 + 16 + 20 * 8 + 8 * 4);
+const _: () = assert!(size_of::<MoeRowsParams>() == 128 + 176 + 72 + 32 + 24 + 5 * 8 + 4 * 4);
+const _: () = assert!(size_of::<MoeSumsParams>() == 128 + 176 + 72 + 16 + 20 * 8 + 8 * 4);
 
 const PER_RANK: u32 = 0;
 const PER_EXPERT: u32 = 1;

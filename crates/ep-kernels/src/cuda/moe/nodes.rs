@@ -134,7 +134,7 @@ struct MoeSplitParams {
 unsafe impl Plain for MoeSplitParams {}
 // SAFETY: the struct of a kernel whose layout checks are compiled against this one's.
 unsafe impl KernelParams for MoeSplitParams {}
-const _: () = assert!(size_of::<MoeSplitParams>() == 128 + 168 + 5 * 8 + 2 * 4);
+const _: () = assert!(size_of::<MoeSplitParams>() == 128 + 176 + 5 * 8 + 2 * 4);
 // SAFETY: repr(C), integers only, no padding: the size adds up.
 unsafe impl Plain for MoeCrossing {}
 // SAFETY: repr(C), integers only, no padding: the size adds up.

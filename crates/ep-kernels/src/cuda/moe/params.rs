@@ -134,6 +134,9 @@ pub struct MoeRouting {
     pub staged: u64,
     /// `u32 [PIECES * R]`: rows for each rank before each piece of this rank's tokens.
     pub pieces: u64,
+    /// Expert-major in blocks of fixed size, `u32 [R * local experts]`: rows from each rank for each
+    /// local expert.
+    pub experts_from: u64,
     /// T.
     pub tokens: u32,
     /// 0.
@@ -187,7 +190,8 @@ pub struct MoeReport {
     pub verdict: u32,
     /// Too many rows: the first rank that has.
     pub rank: u32,
-    /// Too many rows: 0 rank-major, 1 expert-major, 2 beyond `i32`.
+    /// Too many rows: 0 rank-major, 1 expert-major, 2 beyond `i32`, 3 to forward, 4 of a block, 5 of
+    /// experts' rows of a block.
     pub what: u32,
     /// 0.
     pub reserved: u32,
@@ -278,8 +282,11 @@ pub struct MoeOp {
     pub lane_index: u64,
     /// Where rows for ranks that are not mapped are packed.
     pub send: u64,
-    /// Where rows that such ranks send home arrive.
+    /// Where rows that such ranks send home arrive; in blocks of fixed size, all rows of theirs.
     pub receive: u64,
+    /// Where blocks have fixed places, bytes from one rank's block to the next, in `send` and in
+    /// `receive`: there is one for each rank. Else 0: [`MoeRouting::staged`] says where rows are.
+    pub block: u64,
 }
 
 macro_rules! plain {
@@ -305,14 +312,14 @@ plain!(
 
 const _: () = assert!(size_of::<MoeHeader>() == 2 * 4 + 6 * 8 + 2 * 4 + 8);
 const _: () = assert!(size_of::<MoeShape>() == 10 * 8 + 12 * 4);
-const _: () = assert!(size_of::<MoeRouting>() == 20 * 8 + 2 * 4);
+const _: () = assert!(size_of::<MoeRouting>() == 21 * 8 + 2 * 4);
 const _: () = assert!(size_of::<MoeHandleHeader>() == 2 * 8 + 4 * 4);
 const _: () = assert!(size_of::<MoeLane>() == 24);
 const _: () = assert!(size_of::<MoeReport>() == 3 * 8 + 4 * 4);
 const _: () = assert!(size_of::<MoeRowFormat>() == 32);
 const _: () = assert!(size_of::<MoeExpertFormat>() == 24);
 const _: () = assert!(size_of::<MoeOutFormat>() == 16);
-const _: () = assert!(size_of::<MoeOp>() == 64);
+const _: () = assert!(size_of::<MoeOp>() == 72);
 
 /// The layouts of the structs above, for every source that has `moe.cuh`.
 pub(crate) const SHARED: [Layout; 10] = [
@@ -374,6 +381,7 @@ pub(crate) const SHARED: [Layout; 10] = [
         row_weights,
         staged,
         pieces,
+        experts_from,
         tokens,
         reserved
     }),
@@ -392,7 +400,7 @@ pub(crate) const SHARED: [Layout; 10] = [
     }),
     layout!(MoeExpertFormat { payload_bytes, scales_at, scale_bytes, weight_at, row_at, stride }),
     layout!(MoeOutFormat { payload_bytes, weights_at, weights, stride }),
-    layout!(MoeOp { lane, mailboxes, report, ticket, awaited, lane_index, send, receive }),
+    layout!(MoeOp { lane, mailboxes, report, ticket, awaited, lane_index, send, receive, block }),
 ];
 
 /// Pieces of a rank's tokens that [`MoeRouting::pieces`] tells of: piece `i` begins with the tokens of

@@ -6,6 +6,7 @@ use super::args::{
     AnnounceArgs, CombineArgs, DispatchArgs, ExpandArgs, ExpandPlaces, JudgeArgs, LayoutArgs,
     PlanArgs, ReduceArgs, TailArgs,
 };
+use super::fixed::{FIXED, FixedArgs, FixedKernels, FixedRows};
 use super::layout::{LAYOUT, LayoutKernels, PLACES, PLAN, counting, marking, one_block};
 use super::move_plan::{CopyPath, MovePlan, Mover};
 use super::moves::{MoveKernels, ROWS, SUMS, config};
@@ -14,6 +15,7 @@ use crate::cuda::device::DeviceProperties;
 use crate::cuda::error::{CudaError, invalid};
 use crate::cuda::launch::LaunchConfig;
 use crate::cuda::source::KernelSource;
+use crate::cuda::stream::Stream;
 
 /// One piece of a layer's work. All of it is launched on one stream, in order.
 #[derive(Clone, Copy, Debug)]
@@ -48,6 +50,34 @@ pub enum MoeWork<'a> {
     Reduce(&'a MovePlan, &'a ReduceArgs),
     /// [`MoveKernels::combine`].
     Combine(&'a MovePlan, &'a CombineArgs),
+    /// [`FixedKernels::submit`].
+    Fixed(FixedRows, &'a FixedArgs),
+}
+
+/// The kernels of a layer.
+#[derive(Clone, Debug)]
+pub struct MoeKernels {
+    /// Those that lay out, announce and plan.
+    pub layout: LayoutKernels,
+    /// Those that move rows.
+    pub moves: MoveKernels,
+    /// Where tokens cross nodes once.
+    pub nodes: Option<NodeKernels>,
+    /// Where blocks have a fixed size.
+    pub fixed: Option<FixedKernels>,
+}
+
+impl MoeKernels {
+    /// Loads them into the partition of `stream` too, if that launches into one.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn prepare(&self, stream: &Stream) -> Result<(), CudaError> {
+        self.layout.prepare(stream)?;
+        self.moves.prepare(stream)?;
+        self.nodes.iter().try_for_each(|nodes| nodes.prepare(stream))?;
+        self.fixed.iter().try_for_each(|fixed| fixed.prepare(stream))
+    }
 }
 
 /// What is summed where nodes are summed first.
@@ -71,23 +101,22 @@ pub struct MoeLaunch {
 }
 
 impl MoeWork<'_> {
-    /// Launches it. `nodes`: for what needs [`NodeKernels`].
+    /// Launches it.
     ///
     /// # Safety
     /// As [`LayoutKernels::layout`] and [`MoveKernels::dispatch`].
     ///
     /// # Errors
     /// A plan that does not fit, kernels that are needed and not there, or the driver's.
-    pub unsafe fn submit(
-        &self,
-        stream: CUstream,
-        layout: &LayoutKernels,
-        moves: &MoveKernels,
-        nodes: Option<&NodeKernels>,
-    ) -> Result<(), CudaError> {
+    pub unsafe fn submit(&self, stream: CUstream, kernels: &MoeKernels) -> Result<(), CudaError> {
+        let MoeKernels { layout, moves, nodes, fixed } = kernels;
         let rails = || match nodes {
             Some(nodes) => Ok(nodes),
             None => invalid("node kernels", "they were not loaded"),
+        };
+        let blocks = || match fixed {
+            Some(fixed) => Ok(fixed),
+            None => invalid("kernels of fixed blocks", "they were not loaded"),
         };
         // SAFETY: the caller's promise is that of each of these.
         unsafe {
@@ -109,6 +138,7 @@ impl MoeWork<'_> {
                 Self::Expand(plan, args) => moves.expand(stream, plan, args),
                 Self::Reduce(plan, args) => moves.reduce(stream, plan, args),
                 Self::Combine(plan, args) => moves.combine(stream, plan, args),
+                Self::Fixed(rows, args) => blocks()?.submit(stream, *rows, args),
             }
         }
     }
@@ -161,6 +191,10 @@ impl MoeWork<'_> {
             Self::Expand(plan, args) => moved("moe_expand", rows, plan, args.shape.world),
             Self::Reduce(plan, args) => moved("moe_sum", sums, plan, args.shape.world),
             Self::Combine(plan, args) => moved("moe_sum", sums, plan, args.shape.world),
+            Self::Fixed(rows, args) => {
+                let kernel = find(&FIXED, rows.kernel())?;
+                Ok(vec![MoeLaunch { kernel, config: reading(args.blocks) }])
+            }
         }
     }
 }

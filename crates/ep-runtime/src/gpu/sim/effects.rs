@@ -3,6 +3,7 @@
 use ep_kernels::cuda::moe::{MoeOp, MoeReport, MoeWork, verdict};
 
 use super::far::{Places, Summary, carry, parts, write_slots};
+use super::fixed::FixedEffect;
 use super::memory::{Content, Memory, Place};
 use super::nodes::NodeEffect;
 use crate::node::Nodes;
@@ -22,6 +23,8 @@ pub enum Effect {
     },
     /// Where tokens cross nodes once.
     Nodes(NodeEffect),
+    /// Where blocks have a fixed size.
+    Fixed(FixedEffect),
     Judge {
         on: On,
     },
@@ -116,6 +119,7 @@ impl Effect {
             | MoeWork::Forward(..)
             | MoeWork::Split(_)
             | MoeWork::NodeSum(..) => Self::Nodes(NodeEffect::of(work)),
+            MoeWork::Fixed(rows, a) => Self::Fixed(FixedEffect::of(rows, a)),
             MoeWork::Announce(a) => Self::Announce {
                 on: On::new(a.shape.rank, &a.op),
                 slot: a.header.slot as usize,
@@ -206,6 +210,7 @@ impl Ranks {
                 self.announce(memory, stream, on, slot, (handle, ids));
             }
             Effect::Nodes(effect) => self.run_nodes(memory, stream, effect),
+            Effect::Fixed(effect) => self.run_fixed(memory, stream, effect),
             Effect::Judge { on } => {
                 let slots = self.announced(memory, stream, on, true);
                 write_slots(on.report, slots.iter().map(|one| one.0));

@@ -7,7 +7,7 @@ use ep_kernels::cuda::moe::{MoeHeader, MoeReport, MoeShape, PIECES};
 use super::memory::{Memory, Place};
 use super::run::TOKENS;
 use crate::node::Nodes;
-use crate::shape::Window;
+use crate::window::Window;
 
 /// Parts of the tokens that are packed one by one.
 pub const PARTS: usize = 4;
@@ -145,10 +145,23 @@ impl Map {
                 }
             }
             let (send, receive) = (w.send_staging(lane), w.receive_staging(lane));
+            let forward = w.forward_staging(lane);
+            if w.block > 0 && (send..forward).contains(&at) {
+                // A block of fixed size; else a part of it, or rows whose number is known.
+                let whole = |first: usize| at == first + other * w.block;
+                if whole(send) && bytes > self.stride * (TOKENS - PART) {
+                    let all = std::array::from_fn(|part| {
+                        Some(Place::Packed { rank, lane, peer: other, part })
+                    });
+                    return Some(all);
+                }
+                if whole(receive) {
+                    return one(Place::Staged { rank, lane, owner: other });
+                }
+            }
             if (send..receive).contains(&at) {
                 return self.packed((rank, lane, other), at - send, bytes);
             }
-            let forward = w.forward_staging(lane);
             if (forward..w.send_staging(lane + 1)).contains(&at) {
                 let index = place(self.nodes.as_ref()?, rank, other);
                 let whole = TOKENS * self.stride;

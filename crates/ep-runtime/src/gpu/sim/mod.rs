@@ -9,6 +9,7 @@
 mod device;
 mod effects;
 mod far;
+mod fixed;
 mod launches;
 mod memory;
 mod nodes;

@@ -215,6 +215,10 @@ unsafe impl Link for SimulatedLink {
         Some(StreamSide { poisoned: 64, awaited: 128 })
     }
 
+    fn captures(&self) -> bool {
+        true
+    }
+
     fn is_beside(&self, peer: usize) -> bool {
         self.pacing.concerns(&[peer])
     }
@@ -396,7 +400,7 @@ impl Layer {
         let mut streams: Vec<_> = streams.into_iter().map(handle).collect();
         let carriers = streams.split_off(self.lanes);
         let in_parts_from = if self.in_parts { 0 } else { usize::MAX };
-        let far = FarParts { ranks: far, carriers, in_parts_from };
+        let far = FarParts { ranks: far, captures: true, carriers, in_parts_from };
         let machine = Simulated { shared, properties, log: log.clone(), _pinned: pinned };
         let gpu = Gpu::of(Parts {
             machine: Box::new(machine),

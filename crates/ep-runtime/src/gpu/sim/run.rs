@@ -43,6 +43,8 @@ pub enum Far {
     Bulk { nodes: usize, in_parts: bool, once: bool },
     /// As that, but rows are exchanged.
     Paired { nodes: usize, in_parts: bool, once: bool },
+    /// One or the other, in blocks of fixed size where sizes need not be known.
+    Fixed { nodes: usize, paired: bool },
 }
 
 impl Setting {
@@ -58,10 +60,15 @@ impl Setting {
             Far::None => return layer(self.gpus),
             Far::Bulk { nodes, in_parts, once } => ((nodes, in_parts, once), false),
             Far::Paired { nodes, in_parts, once } => ((nodes, in_parts, once), true),
+            Far::Fixed { nodes, paired } => ((nodes, false, false), paired),
         };
         let mut rng = Rng::new(!self.seed);
         let nodes = (0..self.world).map(|_| rng.below(nodes)).collect();
-        Layer { nodes, paired, in_parts, once, ..layer(self.gpus) }
+        let mut layer = layer(self.gpus);
+        if let Far::Fixed { .. } = self.far {
+            layer.shape = layer.shape.fixed_blocks();
+        }
+        Layer { nodes, paired, in_parts, once, ..layer }
     }
 }
 

@@ -108,6 +108,43 @@ fn blocks_that_are_not_waited_for_are_found() {
     assert!((0..40).any(|seed| early(&run(&once(seed, Mutant::NotSent)))));
 }
 
+/// Ranks of several nodes whose blocks have a fixed size.
+fn fixed(seed: u64, mutant: Mutant) -> Setting {
+    let (nodes, paired) = (2 + seed as usize % 3, seed % 4 == 3);
+    let setting = setting(seed, mutant);
+    // Ranks that exchange rows have GPUs of their own.
+    let gpus = if paired { setting.world } else { setting.gpus };
+    Setting { gpus, far: Far::Fixed { nodes, paired }, ..setting }
+}
+
+#[test]
+fn blocks_of_fixed_size_come_to_an_end_and_touch_nothing_too_early() {
+    for seed in seeds(120) {
+        let setting = fixed(seed, Mutant::None);
+        is_clean(&setting, &run(&setting));
+    }
+}
+
+#[test]
+fn one_thread_drives_ranks_whose_blocks_have_a_fixed_size() {
+    for seed in seeds(40).filter(|seed| seed % 4 != 3) {
+        let setting = Setting { gpus: 1, ..fixed(seed, Mutant::None) };
+        let calls = calls(&mut Rng::new(setting.seed), 20, true);
+        is_clean(&setting, &phase_by_phase(&setting, &calls));
+    }
+}
+
+#[test]
+fn blocks_of_fixed_size_that_are_not_waited_for_are_found() {
+    for mutant in [Mutant::NotDone, Mutant::NotSent] {
+        let early = |outcome: &Outcome| {
+            outcome.faults.iter().any(|f| f.contains("Staged") && f.contains("beside"))
+        };
+        let on = |seed: u64| Setting { queues: 8, ..fixed(4 * seed, mutant) };
+        assert!((0..40).any(|seed| early(&run(&on(seed)))), "{mutant:?}");
+    }
+}
+
 #[test]
 fn one_thread_goes_phase_by_phase_on_any_number_of_queues() {
     for seed in seeds(60) {

@@ -24,6 +24,8 @@ pub enum Mutant {
     EarlySignal,
     /// Nothing waits for the blocks of other ranks.
     NotSent,
+    /// Nothing waits for the rows of other ranks, nor until they have read theirs.
+    NotDone,
     /// Nothing waits for the event after which a slot or a handle is free.
     NoOrders,
 }
@@ -39,9 +41,9 @@ pub enum How {
     Hold,
 }
 
-/// Whether a flag says that blocks are there.
-fn is_sent(flag: u32) -> bool {
-    (0..LANES).any(|lane| flag == Phase::Sent.flag(lane))
+/// Whether a flag is one of a phase.
+fn is(phase: Phase, flag: u32) -> bool {
+    (0..LANES).any(|lane| flag == phase.flag(lane))
 }
 
 #[derive(Clone, Debug, Default)]
@@ -224,7 +226,12 @@ impl Shared {
                 return;
             }
             Op::Order(_) if self.mutant == Mutant::NoOrders => return,
-            Op::Wait { flag, .. } if self.mutant == Mutant::NotSent && is_sent(flag) => return,
+            Op::Wait { flag, .. } if self.mutant == Mutant::NotSent && is(Phase::Sent, flag) => {
+                return;
+            }
+            Op::Wait { flag, .. } if self.mutant == Mutant::NotDone && is(Phase::Done, flag) => {
+                return;
+            }
             Op::Signal { .. } => {}
             _ => {
                 let late = state.late.iter().position(|late| late.0 == stream);
