@@ -4,66 +4,15 @@
 
 mod common;
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use common::eps_of;
 use common::exercise::{How, check};
 use common::gpu::Gpus;
-use common::gpu_small::{Graph, Rank, capacity, gpus, plain};
-use common::ground::{Ground, Grounds};
+use common::gpu_apart::{ALONE, Apart, RANKS, TOGETHER, apart, random};
+use common::gpu_small::{Graph, capacity, gpus, plain};
 use common::small::{Tokens, assert_argument, builder, opts};
 use ep_bench::oracle::{JobSpec, Payload as Kind, PlacementSpec, Routing};
-use ep_runtime::{EpBuilder, EpError, NvlinkTransport};
-
-/// As many as a random shape has at most.
-const RANKS: usize = 16;
-
-/// Emulated GPUs take seconds for rows that go in parts.
-const PATIENT: Duration = Duration::from_secs(60);
-
-/// Ranks of several nodes.
-struct Apart<'a> {
-    gpus: &'a Gpus,
-    /// The node of a rank of so many.
-    node: fn(usize, usize) -> usize,
-}
-
-impl Apart<'_> {
-    fn transport(&self, rank: usize, world: usize) -> NvlinkTransport {
-        let nodes = (0..world).map(|rank| (self.node)(rank, world)).collect();
-        NvlinkTransport::new(rank % self.gpus.count()).nodes(nodes)
-    }
-}
-
-impl Grounds for Apart<'_> {
-    fn place(&self, rank: usize, world: usize, builder: EpBuilder) -> EpBuilder {
-        let builder = self.gpus.place(rank, world, builder).timeout(PATIENT);
-        builder.transport(self.transport(rank, world))
-    }
-
-    fn ground(&self, rank: usize, world: usize) -> Box<dyn Ground + '_> {
-        self.gpus.ground(rank, world)
-    }
-}
-
-const ALONE: fn(usize, usize) -> usize = |rank, _| rank;
-/// Neighbours, ranks that share a GPU, and one beside all others.
-const TOGETHER: [fn(usize, usize) -> usize; 3] =
-    [|rank, world| 2 * rank / world, |rank, _| rank % 2, |rank, _| rank.min(1)];
-
-fn number(name: &str, default: u64) -> u64 {
-    std::env::var(name).ok().and_then(|n| n.parse().ok()).unwrap_or(default)
-}
-
-/// Random shapes by seed, as many as `EP_GPU_CASES` says from `EP_GPU_FIRST` on.
-fn random(cases: u64, mut each: impl FnMut(u64, &ep_bench::oracle::Job)) {
-    let first = number("EP_GPU_FIRST", 0);
-    for seed in first..first + number("EP_GPU_CASES", cases) {
-        let job = JobSpec::random(seed).build();
-        println!("case {seed}: {} ranks, {:?}", job.ranks, How::of(seed));
-        each(seed, &job);
-    }
-}
+use ep_runtime::EpError;
 
 #[test]
 fn ranks_that_are_put_to_equal_the_oracle() {
@@ -109,24 +58,12 @@ fn rows_that_go_in_parts_equal_the_oracle() {
     }
 }
 
-/// Runs `f` on ranks of the small layer, each a node.
-fn apart<T: Send>(
-    gpus: &Gpus,
-    world: usize,
-    timeout: Duration,
-    f: impl Fn(Rank<'_>) -> T + Sync,
-) -> Vec<T> {
-    let apart = Apart { gpus, node: ALONE };
-    let placed = |rank| apart.place(rank, world, builder()).lanes(2).timeout(timeout);
-    eps_of(world, &placed, |ep| f(Rank::new(gpus, ep)))
-}
-
 const TIMEOUT: Duration = Duration::from_secs(5);
 
 #[test]
 fn bad_ids_are_the_same_error_everywhere_and_captures_are_refused() {
     let Some(gpus) = gpus() else { return };
-    apart(&gpus, 2, TIMEOUT, |rank| {
+    apart(&gpus, 2, (&builder(), TIMEOUT), |rank| {
         rank.round_trip();
         let mut tokens = Tokens::new(rank.ep.rank(), 4);
         if rank.ep.rank() == 1 {
@@ -149,70 +86,28 @@ fn bad_ids_are_the_same_error_everywhere_and_captures_are_refused() {
 #[test]
 fn dropped_halves_and_cached_handles_leave_the_group_usable() {
     let Some(gpus) = gpus() else { return };
-    apart(&gpus, 2, TIMEOUT, |rank| rank.drop_halves_and_use_handles(&plain()));
+    apart(&gpus, 2, (&builder(), TIMEOUT), |rank| {
+        rank.drop_halves_and_use_handles(&opts(0), &plain());
+    });
 }
 
 #[test]
 fn a_rank_that_stops_is_named_and_a_new_group_works() {
     let Some(gpus) = gpus() else { return };
     let timeout = Duration::from_secs(1);
-    apart(&gpus, 3, timeout, |rank| {
-        rank.round_trip();
-        rank.load(&Tokens::new(rank.ep.rank(), 2));
-        rank.ep.group().barrier().unwrap();
-        if rank.ep.rank() == 1 {
-            std::thread::sleep(timeout + Duration::from_secs(2));
-            return;
-        }
-        let began = Instant::now();
-        let e = rank.dispatch(2, &opts(0)).unwrap_err();
-        assert!(began.elapsed() < timeout + Duration::from_secs(2), "{:?}", began.elapsed());
-        assert_eq!((e.peer(), e.group_usable()), (Some(1), false), "{e}");
-    });
-    apart(&gpus, 3, TIMEOUT, |rank| rank.round_trip());
+    apart(&gpus, 3, (&builder(), timeout), |rank| rank.one_stops(timeout, &opts(0)));
+    apart(&gpus, 3, (&builder(), TIMEOUT), |rank| rank.round_trip());
 }
 
 /// Ranks that are nodes, on a GPU each, by NCCL.
 #[cfg(feature = "nccl")]
 mod nccl {
-    use ep_runtime::{EpBuilder, NcclTransport};
+    use common::eps_of;
+    use common::gpu_apart::nccl::{Paired, gpus};
+    use common::gpu_small::Rank;
+    use common::ground::Grounds;
 
     use super::*;
-
-    struct Paired<'a>(&'a Gpus);
-
-    impl Grounds for Paired<'_> {
-        fn place(&self, rank: usize, world: usize, builder: EpBuilder) -> EpBuilder {
-            let transport = NcclTransport::new(rank).nodes((0..world).collect()).max_ctas(8);
-            self.0.place(rank, world, builder).transport(transport)
-        }
-
-        fn ground(&self, rank: usize, world: usize) -> Box<dyn Ground + '_> {
-            self.0.ground(rank, world)
-        }
-    }
-
-    /// GPUs for several ranks, and NCCL.
-    fn gpus(bytes: usize) -> Option<Gpus> {
-        // Multicast is not for this project's machines.
-        // SAFETY: tests of this file run one at a time, and NCCL is not open yet.
-        unsafe { std::env::set_var("NCCL_NVLS_ENABLE", "0") };
-        let gpus = Gpus::new(RANKS, bytes)?;
-        let probe = std::env::var_os("EP_NCCL_PATH").map(std::path::PathBuf::from);
-        let name = match probe {
-            Some(path) if path.is_dir() => path.join("libnccl.so.2"),
-            Some(path) => path,
-            None => "libnccl.so.2".into(),
-        };
-        // SAFETY: NVIDIA's library, whose initialisers have no preconditions.
-        let found = unsafe { libloading::Library::new(&name) };
-        match found {
-            Ok(_) if gpus.count() > 1 => return Some(gpus),
-            Ok(_) => eprintln!("skipped: NCCL allows one rank per GPU, and there is one GPU"),
-            Err(e) => eprintln!("skipped: {}: {e}", name.display()),
-        }
-        None
-    }
 
     #[test]
     fn ranks_that_exchange_equal_the_oracle() {
@@ -251,17 +146,7 @@ mod nccl {
             let e = rank.dispatch(4, &opts(0)).unwrap_err();
             assert!(matches!(e, EpError::Ids { rank: 1, token: 2, id: 99, .. }), "{e}");
             rank.round_trip();
-            rank.load(&Tokens::new(rank.ep.rank(), 2));
-            rank.ep.group().barrier().unwrap();
-            if rank.ep.rank() == 1 {
-                std::thread::sleep(timeout + Duration::from_secs(3));
-                return;
-            }
-            let began = Instant::now();
-            let e = rank.dispatch(2, &opts(0)).unwrap_err();
-            println!("rank {} after {:?}: {e}", rank.ep.rank(), began.elapsed());
-            assert!(began.elapsed() < timeout + Duration::from_secs(2), "{:?}", began.elapsed());
-            assert!(!e.group_usable(), "{e}");
+            rank.one_stops(timeout, &opts(0));
         });
         eps_of(gpus.count(), &placed, |ep| Rank::new(&gpus, ep).round_trip());
     }

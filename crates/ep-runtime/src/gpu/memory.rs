@@ -112,12 +112,16 @@ impl HandleMemory {
                 && *ticket != Ticket::CAPTURED
                 && let Some(ep) = ep.upgrade()
                 && let Some(gpu) = &ep.gpu
-                && gpu.await_verdict(&ep, "counts", *lane, *ticket).is_ok()
             {
-                self.read(&mut told);
-            } else {
-                self.clear(&mut told);
+                match gpu.await_verdict(&ep, "dispatch", *lane, *ticket) {
+                    Ok(()) => {
+                        self.read(&mut told);
+                        return told;
+                    }
+                    Err(e) => tracing::warn!("a handle has no counts: {e}"),
+                }
             }
+            self.clear(&mut told);
             told
         })
     }

@@ -7,7 +7,7 @@ use ep_bench::oracle::{
 };
 use ep_runtime::{
     CombineOpts, Combined, DispatchOpts, Dispatched, Ep, EpError, Group, Hierarchy, Layout,
-    Precision, Received, Route, Rows, SourceToken,
+    MoeShape, Precision, Received, Route, Rows, SourceToken,
 };
 
 /// How a job is run.
@@ -23,6 +23,17 @@ pub struct How {
     /// Combine by `Precision::NodeReduced`.
     pub node_reduced: bool,
     pub narrow_ids: bool,
+    pub blocks: Blocks,
+}
+
+/// Whether blocks between ranks that are not mapped have a fixed size.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Blocks {
+    Exact,
+    /// They hold whatever there can be,
+    Whole,
+    /// or what there is in this job at the most.
+    Tight,
 }
 
 impl How {
@@ -40,6 +51,7 @@ impl How {
             hierarchy: ep_runtime::Hierarchy::Flat,
             node_reduced: false,
             narrow_ids: bit(2),
+            blocks: Blocks::Exact,
         }
     }
 }
@@ -68,6 +80,31 @@ impl How {
             _ => Precision::Exact,
         };
         CombineOpts { precision, weighted: self.weighted, ..CombineOpts::default() }
+    }
+}
+
+impl Blocks {
+    fn of(self, shape: MoeShape, oracle: &Oracle<'_>) -> MoeShape {
+        match self {
+            Self::Exact => shape,
+            Self::Whole => shape.fixed_blocks(),
+            Self::Tight => {
+                let most = |of: &dyn Fn(&ep_bench::oracle::Dispatched<'_>, usize) -> usize| {
+                    let pairs = oracle.ranks.iter().flat_map(|rank| {
+                        (0..oracle.ranks.len()).map(move |source| of(rank, source))
+                    });
+                    pairs.max().unwrap_or(0).max(1)
+                };
+                let rows = most(&|rank, source| {
+                    rank.rank_major.iter().filter(|row| row.source_rank == source).count()
+                });
+                let expert_rows = most(&|rank, source| {
+                    let rows = rank.expert_major.rows.iter().filter_map(|row| row.row);
+                    rows.filter(|&row| rank.rank_major[row].source_rank == source).count()
+                });
+                shape.fixed_blocks().max_block_rows(rows).max_block_expert_rows(expert_rows)
+            }
+        }
     }
 }
 
@@ -256,7 +293,8 @@ fn one_rank(
     grounds: &dyn Grounds,
 ) -> Got {
     let (job, rank) = (oracle.job, group.rank());
-    let builder = builder(job, how.float, how.nodes).hierarchy(how.hierarchy);
+    let builder = builder(job, how.float, how.nodes, |shape| how.blocks.of(shape, oracle));
+    let builder = builder.hierarchy(how.hierarchy);
     let ep = grounds.place(rank, job.ranks, builder).build(group).expect("build");
     let ground = grounds.ground(rank, job.ranks);
     run_rank(&ep, &*ground, oracle, how, outputs).expect("dispatch and combine")

@@ -1,6 +1,6 @@
 //! The small layer on GPUs, and graphs of what it does.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use cudarc::driver::sys::{self, CUgraph, CUgraphExec, CUresult, CUstreamCaptureMode};
 use ep_kernels::cuda::Stream;
@@ -98,25 +98,57 @@ impl<'a> Rank<'a> {
     /// Compares what combine left in the output with rows that came back as they went.
     #[track_caller]
     pub fn check(&self, tokens: &Tokens) {
+        let ranks = 0..self.ep.world();
+        self.check_copies(tokens, |t| {
+            ranks.clone().filter(|&r| went_to(&self.ep, tokens, t, r)).count()
+        });
+    }
+
+    /// As [`Rank::check`], for rows of which a token has as many as `copies` says.
+    #[track_caller]
+    pub fn check_copies(&self, tokens: &Tokens, copies: impl Fn(usize) -> usize) {
         let count = tokens.ids.len() / TOPK;
         let mut bytes = vec![0u8; count * ROW];
         self.gpu.fetch(self.out, &mut bytes);
         for (i, got) in bytes.chunks_exact(4).enumerate() {
             let (got, x) = (f32::from_ne_bytes(got.try_into().expect("4 bytes")), tokens.rows[i]);
             let t = i / HIDDEN;
-            let copies = (0..self.ep.world()).filter(|&r| went_to(&self.ep, tokens, t, r)).count();
-            let sum = (1..copies).fold(x, |acc, _| acc + x);
+            let sum = (1..copies(t)).fold(x, |acc, _| acc + x);
             assert_eq!(got, sum, "rank {} token {t} element {i}", self.ep.rank());
         }
     }
 
-    /// Six rounds: halves that are dropped, cached handles, combines as `home` has them; all slots are free
-    /// again.
-    pub fn drop_halves_and_use_handles(&self, home: &CombineOpts) {
+    /// After a round trip rank 1 stops before a dispatch that `opts` says: the others hear of it in time.
+    pub fn one_stops(&self, timeout: Duration, opts: &DispatchOpts) {
+        let most = timeout + Duration::from_secs(2);
+        self.round_trip();
+        self.load(&Tokens::new(self.ep.rank(), 2));
+        self.ep.group().barrier().unwrap();
+        if self.ep.rank() == 1 {
+            std::thread::sleep(most + Duration::from_secs(1));
+            return;
+        }
+        let began = Instant::now();
+        // In capacity mode the host may learn of it later.
+        let e = self.dispatch(2, opts).and_then(|result| {
+            assert!(opts.capacity, "the host knew that rows came");
+            self.combine(result, &plain()).map_err(EpError::from)?.wait(LIMIT)
+        });
+        let e = e.unwrap_err();
+        println!("rank {}, {opts:?}, {:?}: {e}", self.ep.rank(), began.elapsed());
+        assert!(began.elapsed() < most, "{:?}", began.elapsed());
+        assert_eq!((e.peer(), e.group_usable()), (Some(1), false), "{e}");
+        let again = self.dispatch(2, opts).unwrap_err();
+        assert!(!again.group_usable(), "{again}");
+    }
+
+    /// Six rounds: halves that are dropped, cached handles of dispatches as `opts` has them, combines as
+    /// `home` has them; all slots are free again.
+    pub fn drop_halves_and_use_handles(&self, opts: &DispatchOpts, home: &CombineOpts) {
         let queue = self.queue();
         for round in 0..6 {
             self.load(&Tokens::new(self.ep.rank(), 5));
-            let send = self.ep.dispatch_send(&queue, self.payload(5), self.route(5), &opts(0));
+            let send = self.ep.dispatch_send(&queue, self.payload(5), self.route(5), opts);
             if round % 3 == 0 {
                 drop(send.unwrap());
                 self.round_trip();
@@ -126,7 +158,8 @@ impl<'a> Rank<'a> {
             let handle = result.handle().clone();
             result.release(&queue);
             let cached = Route::Cached(&handle);
-            let result = self.ep.dispatch(&queue, self.payload(5), cached, &opts(1)).unwrap();
+            let second = DispatchOpts { lane: 1, ..*opts };
+            let result = self.ep.dispatch(&queue, self.payload(5), cached, &second).unwrap();
             if round % 3 == 1 {
                 drop(result.combine_send(&queue, home).unwrap());
             } else {
@@ -211,20 +244,4 @@ pub fn capacity() -> DispatchOpts {
 
 pub fn plain() -> CombineOpts {
     CombineOpts::default()
-}
-
-/// Dispatch, the rows taken away and put back on the caller's stream, combine.
-pub fn work(rank: &Rank<'_>, route: Route<'_>, tokens: usize, staging: u64) -> ep_runtime::Event {
-    let (queue, stream) = (rank.queue(), rank.gpu.stream());
-    let result = rank.ep.dispatch(&queue, rank.payload(tokens), route, &capacity()).unwrap();
-    let rows = result.rows().payload();
-    let (at, bytes) = (rows.as_ptr() as u64, rows.len() * rows.stride());
-    let device = stream.device();
-    // SAFETY: the slot's rows and room for as many.
-    unsafe {
-        device.copy(stream.raw(), staging, at, bytes).unwrap();
-        device.fill(stream.raw(), at, 0xff, bytes).unwrap();
-        device.copy(stream.raw(), at, staging, bytes).unwrap();
-    }
-    rank.combine(result, &plain()).unwrap()
 }

@@ -5,6 +5,10 @@ pub mod exercise;
 #[cfg(feature = "cuda")]
 pub mod gpu;
 #[cfg(feature = "cuda")]
+pub mod gpu_apart;
+#[cfg(feature = "cuda")]
+pub mod gpu_replays;
+#[cfg(feature = "cuda")]
 pub mod gpu_small;
 pub mod ground;
 pub mod jobs;
@@ -62,8 +66,13 @@ pub fn float_kind(float: Float) -> PayloadKind {
     }
 }
 
-/// The builder of what a job needs, with combine in `float`.
-pub fn builder(job: &Job, float: Float, nodes: Nodes) -> EpBuilder {
+/// The builder of what a job needs, with combine in `float`; `more` adds to the shape.
+pub fn builder(
+    job: &Job,
+    float: Float,
+    nodes: Nodes,
+    more: impl FnOnce(MoeShape) -> MoeShape,
+) -> EpBuilder {
     let most = job.inputs.iter().map(|i| i.tokens).max().unwrap_or(0);
     let mut shape = MoeShape::new(job.hidden, job.topk, job.experts)
         .max_tokens(most)
@@ -73,7 +82,7 @@ pub fn builder(job: &Job, float: Float, nodes: Nodes) -> EpBuilder {
     if let oracle::Placement::Explicit(holders) = &job.placement {
         shape = shape.placement(Placement::explicit(job.ranks, holders).expect("a placement"));
     }
-    let builder = EpBuilder::new(shape).slots(2);
+    let builder = EpBuilder::new(more(shape)).slots(2);
     match nodes.transport(job.ranks) {
         Some(transport) => builder.transport(transport),
         None => builder,
