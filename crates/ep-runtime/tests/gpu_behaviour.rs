@@ -419,7 +419,6 @@ fn shapes_of_training_with_biases_and_weights_home() {
                 hierarchy: ep_runtime::Hierarchy::Flat,
                 node_reduced: false,
                 narrow_ids: biases == 2,
-                blocks: exercise::Blocks::Exact,
             };
             exercise::check(&spec.build(), how, seed, &gpus);
         }

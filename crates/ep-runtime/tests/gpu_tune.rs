@@ -7,7 +7,7 @@ mod common;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use common::exercise::{Blocks, How, check};
+use common::exercise::{How, check};
 use common::gpu::Gpus;
 use common::ground::{Ground, Grounds};
 use common::{Nodes, eps_of};
@@ -84,7 +84,6 @@ fn how(mode: Mode) -> How {
         hierarchy: Hierarchy::Flat,
         node_reduced: false,
         narrow_ids: false,
-        blocks: Blocks::Exact,
     }
 }
 

@@ -32,6 +32,7 @@ const CASES: [Case; 6] = [
         programs: &[
             "gpu_behaviour",
             "gpu_bulk",
+            "gpu_fixed",
             "gpu_cast",
             "gpu_layer",
             "gpu_oracle",

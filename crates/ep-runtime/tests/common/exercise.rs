@@ -23,7 +23,6 @@ pub struct How {
     /// Combine by `Precision::NodeReduced`.
     pub node_reduced: bool,
     pub narrow_ids: bool,
-    pub blocks: Blocks,
 }
 
 /// Whether blocks between ranks that are not mapped have a fixed size.
@@ -51,7 +50,6 @@ impl How {
             hierarchy: ep_runtime::Hierarchy::Flat,
             node_reduced: false,
             narrow_ids: bit(2),
-            blocks: Blocks::Exact,
         }
     }
 }
@@ -265,9 +263,14 @@ fn combine(
 
 /// Runs `job` on `grounds` and compares all it gives with the oracle.
 pub fn check(job: &Job, how: How, seed: u64, grounds: &dyn Grounds) {
+    check_in(Blocks::Exact, job, how, seed, grounds);
+}
+
+/// As [`check`], in such blocks.
+pub fn check_in(blocks: Blocks, job: &Job, how: How, seed: u64, grounds: &dyn Grounds) {
     let oracle = Oracle::new(job).expect("a valid job");
     let outputs = outputs(&oracle, how, seed);
-    let got = ranks(job.ranks, |group| one_rank(&group, &oracle, how, &outputs, grounds));
+    let got = ranks(job.ranks, |group| one_rank(&group, &oracle, (how, blocks), &outputs, grounds));
     compare(&oracle, how, &outputs, got.iter().enumerate());
 }
 
@@ -275,7 +278,7 @@ pub fn check(job: &Job, how: How, seed: u64, grounds: &dyn Grounds) {
 pub fn check_rank(group: &Group, job: &Job, how: How, seed: u64, grounds: &dyn Grounds) -> u64 {
     let oracle = Oracle::new(job).expect("a valid job");
     let outputs = outputs(&oracle, how, seed);
-    let got = one_rank(group, &oracle, how, &outputs, grounds);
+    let got = one_rank(group, &oracle, (how, Blocks::Exact), &outputs, grounds);
     compare(&oracle, how, &outputs, std::iter::once((group.rank(), &got)));
     let weights = got.weights.iter().map(|w| w.to_le_bytes().to_vec());
     let bytes = got.combined.iter().cloned().chain(weights).flatten();
@@ -288,12 +291,12 @@ pub fn check_rank(group: &Group, job: &Job, how: How, seed: u64, grounds: &dyn G
 fn one_rank(
     group: &Group,
     oracle: &Oracle<'_>,
-    how: How,
+    (how, blocks): (How, Blocks),
     outputs: &Outputs,
     grounds: &dyn Grounds,
 ) -> Got {
     let (job, rank) = (oracle.job, group.rank());
-    let builder = builder(job, how.float, how.nodes, |shape| how.blocks.of(shape, oracle));
+    let builder = builder(job, how.float, how.nodes, |shape| blocks.of(shape, oracle));
     let builder = builder.hierarchy(how.hierarchy);
     let ep = grounds.place(rank, job.ranks, builder).build(group).expect("build");
     let ground = grounds.ground(rank, job.ranks);

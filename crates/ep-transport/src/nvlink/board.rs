@@ -54,7 +54,7 @@ impl Map {
         self.trial(self.world)
     }
 
-    /// Where streams tell how many exchanges of a number began and ended.
+    /// Where streams tell that an exchange of a number is under way; behind it, that one has ended.
     fn exchanging(&self, number: u32) -> usize {
         let pacing = Pacing::bytes(self.flags, self.world).next_multiple_of(LINE);
         self.pacing() + pacing + number as usize * LINE
@@ -219,10 +219,17 @@ impl Board {
         self.boards[self.rank].1.device + self.map.exchanging(number) as u64
     }
 
-    /// How many exchanges of a number began and ended on streams of this rank, one each.
+    /// Whether an exchange of a number is under way on a stream of this rank: not 0 from its begin on.
     #[cfg(feature = "nccl")]
-    pub fn exchanging(&self, number: u32) -> u32 {
-        self.word(self.rank, self.map.exchanging(number)).load(Ordering::Relaxed)
+    pub fn exchanging(&self, number: u32) -> bool {
+        self.word(self.rank, self.map.exchanging(number)).load(Ordering::Relaxed) != 0
+    }
+
+    /// Whether an exchange of a number has ended since this was asked last: each resets the word behind
+    /// that of [`Board::exchanging`].
+    #[cfg(feature = "nccl")]
+    pub fn exchanged(&self, number: u32) -> bool {
+        self.word(self.rank, self.map.exchanging(number) + 4).swap(1, Ordering::Relaxed) == 0
     }
 
     pub fn poison(&self) {
@@ -266,7 +273,7 @@ mod tests {
                 .chain([(map.poisoned(), 4)])
                 .chain((0..world).map(|s| (map.trial(s), 4)))
                 .chain([(map.pacing(), Pacing::bytes(flags, world))])
-                .chain((0..flags).map(|f| (map.exchanging(f), 4)))
+                .chain((0..flags).flat_map(|f| [0, 4].map(|at| (map.exchanging(f) + at, 4))))
                 .collect();
             words.sort_unstable();
             assert!(words.windows(2).all(|w| w[0].0 + w[0].1 <= w[1].0));

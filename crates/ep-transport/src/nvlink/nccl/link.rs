@@ -2,9 +2,10 @@
 
 use std::ffi::c_void;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use cudarc::driver::sys::CUstream;
 use parking_lot::Mutex;
 
 use super::bounded;
@@ -99,14 +100,41 @@ impl Comms {
         }
         // A group of calls that is under way ends by itself, unless it waits for a peer.
         let _turn = self.turn.try_lock_for(Duration::from_secs(1));
-        for &comm in &self.handles {
-            // SAFETY: live, and `over` keeps everyone else from using it from now on.
-            let code = unsafe { (self.nccl.abort)(comm) };
-            if let Err(e) = self.nccl.check("exchange", "ncclCommAbort", code, std::ptr::null_mut())
-            {
+        self.end("ncclCommAbort", self.nccl.abort, false);
+    }
+
+    /// Gives communicators up by a call that may not return while graphs have exchanges of theirs: then
+    /// the thread that makes it is left behind.
+    fn end(
+        &self,
+        what: &'static str,
+        call: unsafe extern "C" fn(Handle) -> i32,
+        deregisters: bool,
+    ) {
+        let nccl = self.nccl;
+        let deregister = nccl.registration.filter(|_| deregisters).map(|both| both.1);
+        let end = |comm: usize, registered: Option<usize>| {
+            let ended = bounded(what, Deadline::after(END), move || {
+                if let Some((deregister, one)) = deregister.zip(registered) {
+                    // SAFETY: both are live, and their work is done.
+                    unsafe { deregister(comm as Handle, one as *mut c_void) };
+                }
+                // SAFETY: live, and `over` keeps everyone else from using it from now on; this is the
+                // last call with it.
+                let code = unsafe { call(comm as Handle) };
+                nccl.check("close", what, code, std::ptr::null_mut())
+            });
+            if let Err(e) = ended {
                 tracing::warn!("{e}");
             }
-        }
+        };
+        // At once: none has to wait for another one's graphs.
+        std::thread::scope(|scope| {
+            for (i, comm) in self.handles.iter().map(|&comm| comm as usize).enumerate() {
+                let registered = self.registered.get(i).map(|&one| one as usize);
+                scope.spawn(move || end(comm, registered));
+            }
+        });
     }
 
     /// Frees communicators whose work has ended.
@@ -114,25 +142,7 @@ impl Comms {
         if self.over.swap(true, Ordering::AcqRel) {
             return;
         }
-        let nccl = self.nccl;
-        let handles: Vec<usize> = self.handles.iter().map(|&comm| comm as usize).collect();
-        let registered: Vec<usize> = self.registered.iter().map(|&one| one as usize).collect();
-        let ended = bounded("ncclCommDestroy", Deadline::after(END), move || {
-            if let Some((_, deregister)) = nccl.registration {
-                for (&comm, &one) in handles.iter().zip(&registered) {
-                    // SAFETY: both are live, and their work is done.
-                    unsafe { deregister(comm as Handle, one as *mut c_void) };
-                }
-            }
-            handles.into_iter().try_for_each(|comm| {
-                // SAFETY: live, its work is done, and `over` keeps everyone from using it.
-                let code = unsafe { (nccl.destroy)(comm as Handle) };
-                nccl.check("close", "ncclCommDestroy", code, std::ptr::null_mut())
-            })
-        });
-        if let Err(e) = ended {
-            tracing::warn!("{e}");
-        }
+        self.end("ncclCommDestroy", self.nccl.destroy, true);
     }
 }
 
@@ -144,8 +154,6 @@ pub(super) struct NcclLink {
     /// The number within this node of every rank that is in it.
     near: Vec<Option<usize>>,
     comms: Arc<Comms>,
-    /// Exchanges so far, by number.
-    counts: Vec<AtomicU32>,
     watch: Watch,
 }
 
@@ -166,10 +174,9 @@ impl NcclLink {
         let globals = (0..nodes.len()).filter(|&rank| near[rank].is_some()).collect();
         let paired = (0..nodes.len()).filter(|&rank| near[rank].is_none()).collect();
         let board = inner.watchdog.shared.clone();
-        let counts = (0..spec.flags).map(|_| AtomicU32::new(0)).collect();
         let watch = Watch::start((group, near_group), (globals, paired), board, comms.clone())?;
         let group = group.clone();
-        Ok(Self { group, spec, inner, near, comms, counts, watch })
+        Ok(Self { group, spec, inner, near, comms, watch })
     }
 
     /// The peers of other nodes.
@@ -225,28 +232,24 @@ impl NcclLink {
             let detail = "exchanges by NCCL are on streams".into();
             return Err(TransportError::Argument { op, detail });
         };
-        if self.inner.capturing(op, Some(stream))? {
-            let detail = "exchanges by NCCL are not captured".into();
-            return Err(TransportError::Argument { op, detail });
-        }
         if blocks.0.is_empty() && blocks.1.is_empty() {
             return Ok(());
         }
         let _current = self.inner.gpu.current(op)?;
-        let count = number.map(|number| {
-            self.watch.expect(number, op, deadline.length());
-            self.counts[number as usize].fetch_add(2, Ordering::Relaxed)
-        });
-        self.tell(stream, number.zip(count.map(|n| n.wrapping_add(1))))?;
+        let Some(number) = number else { return self.submit(op, comm, stream.cast(), blocks) };
+        // Of a graph's, all replays may take as long.
+        self.watch.expect(number, op, deadline.length());
+        let word = self.inner.watchdog.shared.board.exchanging_word(number);
+        self.tell(stream, word, 1)?;
         let sent = self.submit(op, comm, stream.cast(), blocks);
-        self.tell(stream, number.zip(count.map(|n| n.wrapping_add(2))))?;
+        // The word behind it first: else the end of this one might be taken for that of the next.
+        self.tell(stream, word + 4, 0)?;
+        self.tell(stream, word, 0)?;
         sent
     }
 
-    /// Writes, in the order of the stream, how many exchanges of a number began and ended.
-    fn tell(&self, stream: cudarc::driver::sys::CUstream, said: Option<(u32, u32)>) -> Result<()> {
-        let Some((number, value)) = said else { return Ok(()) };
-        let word = self.inner.watchdog.shared.board.exchanging_word(number);
+    /// Writes a word of the board in the order of the stream.
+    fn tell(&self, stream: CUstream, word: u64, value: u32) -> Result<()> {
         // SAFETY: the word is page-locked while the inner link lives; the stream is the caller's.
         let code = unsafe { (self.inner.gpu.driver.write_value)(stream, word, value, 0) };
         self.inner.gpu.check("exchange", "cuStreamWriteValue32", code)
@@ -303,6 +306,10 @@ unsafe impl Link for NcclLink {
 
     fn stream_side(&self) -> Option<StreamSide> {
         self.inner.stream_side()
+    }
+
+    fn captures(&self) -> bool {
+        true
     }
 
     fn is_beside(&self, peer: usize) -> bool {

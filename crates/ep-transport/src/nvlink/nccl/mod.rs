@@ -34,7 +34,8 @@ const CTAS: u32 = 8;
 /// `EP_NCCL_PATH` says where it is if the loader does not know.
 ///
 /// When the group fails, or an exchange takes longer than it may, the communicators are aborted, so
-/// that streams end.
+/// that streams end. Exchanges can be captured; graphs that have some are to be destroyed before the layer is
+/// dropped, since NCCL's communicators live on for 10 s with them, and are left behind after that.
 #[derive(Clone, Debug)]
 pub struct NcclTransport {
     ordinal: usize,
