@@ -148,7 +148,8 @@ pub struct DispatchOpts {
     /// The layout of the received rows. A cached dispatch has that of its handle.
     pub layout: Layout,
     /// Show the whole capacity of the slot instead of the rows there are; the rows behind them have
-    /// no source. For engines whose shapes must not change.
+    /// no source. For engines whose shapes must not change. On GPUs the host then waits for no counts;
+    /// where ranks are not mapped, only in a layer with [`MoeShape::fixed_blocks`](crate::MoeShape).
     pub capacity: bool,
     /// The ids name physical experts (rank by rank, then local number), not logical ones.
     pub physical_ids: bool,

@@ -9,9 +9,11 @@
 //! ranks.
 //!
 //! *Blocks move whatever the verdict is.* Where an operation is refused, or a wait was released by a failure,
-//! nothing has been packed; and a block has one place for all operations of a lane, so what is moved then is
-//! what was moved to the same place the last time: who still reads it there reads the same. What is packed
-//! follows the announcement of the rank it is for, which follows that rank's last reading of its staging.
+//! nothing has been packed; and a block has one place for all such operations of a lane, so what is moved
+//! then is what was moved to the same place the last time: who still reads it there reads the same. (After a
+//! failure, rows of exact mode may be there, whose places are others; then the host says that it failed.)
+//! What is packed follows the announcement of the rank it is for, which follows that rank's last reading of
+//! its staging.
 
 use ep_kernels::PayloadKind;
 use ep_kernels::cuda::moe::{FixedArgs, FixedLimits, FixedRows, MoeOp, MoeWork};
