@@ -68,6 +68,21 @@ impl Emulator {
         ]
     }
 
+    #[cfg(test)]
+    pub fn at(folder: PathBuf) -> Self {
+        Self { folder }
+    }
+
+    /// The library itself.
+    pub fn library(&self) -> PathBuf {
+        self.folder.join(NAMES[0])
+    }
+
+    /// Where what is made for it is kept.
+    pub fn folder(&self) -> &Path {
+        &self.folder
+    }
+
     /// Lets a program find it.
     pub fn show_to<'a>(&self, command: &'a mut Command) -> &'a mut Command {
         command.envs(self.variables())

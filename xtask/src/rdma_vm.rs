@@ -65,7 +65,7 @@ mod tests {
     fn the_scripts_are_there_and_may_run() {
         use std::os::unix::fs::PermissionsExt;
         let workspace = Workspace::load(false).unwrap();
-        for name in ["run.sh", "init.sh", "kernel.sh", "packages.sh"] {
+        for name in ["run.sh", "init.sh", "kernel.sh", "packages.sh", "cxx.sh"] {
             let found = std::fs::metadata(script(&workspace, name)).unwrap();
             assert_eq!(found.permissions().mode() & 0o111, 0o111, "{name}");
         }

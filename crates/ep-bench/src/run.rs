@@ -26,7 +26,7 @@ use crate::{Result, html, layout_cost, processes, threads, trace};
 pub fn run(args: &Args) -> Result<Report> {
     args.check_transport()?;
     #[cfg(feature = "cuda")]
-    if args.transport.is_on_gpus() {
+    if args.is_on_gpus() {
         return crate::nvlink::run(args);
     }
     // What crosses between nodes is asked of larger machines than this one.

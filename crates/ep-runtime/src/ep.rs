@@ -235,8 +235,7 @@ impl EpBuilder {
                 .into());
             }
         } else if inner.link.memory() != Memory::Host {
-            let detail = "the transport's windows are on a GPU: build with Place::Cuda, on a \
-                          transport that signals on streams (RdmaTransport::cuda does not yet)";
+            let detail = "the transport's windows are on a GPU: build with Place::Cuda";
             return Err(EpError::argument("build", detail));
         }
         let ep = Ep { inner: Arc::new(inner) };

@@ -64,6 +64,8 @@ pub struct Pacing {
     flags: u32,
     /// By rank.
     beside: Vec<Beside>,
+    /// By rank, its number in the link of those that share the words.
+    numbers: Vec<Option<usize>>,
     /// By flag, then source; [`CAPTURED`] as in the shared words.
     awaited: Vec<AtomicU64>,
 }
@@ -86,18 +88,39 @@ impl Pacing {
         flags: u32,
         beside: Vec<Beside>,
     ) -> Result<Self> {
+        let members: Vec<usize> = (0..beside.len()).collect();
+        Self::among(shared, at, rank, flags, (beside, &members))
+    }
+
+    /// [`Pacing::new`] where `shared` is the link of some ranks only, `members` by its numbers; no other
+    /// rank is beside this one.
+    pub(crate) fn among(
+        shared: Arc<dyn Link>,
+        at: usize,
+        rank: usize,
+        flags: u32,
+        (beside, members): (Vec<Beside>, &[usize]),
+    ) -> Result<Self> {
         let world = beside.len();
+        let mut numbers = vec![None; world];
+        for (number, &member) in members.iter().enumerate() {
+            numbers[member] = Some(number);
+        }
         let end = at.checked_add(Self::bytes(flags, world));
-        let fits = |peer: usize| match shared.reach(peer) {
+        let fits = |number: usize| match shared.reach(number) {
             Reach::Direct(window) => end.is_some_and(|end| end <= window.bytes),
             _ => false,
         };
-        if rank >= world || !at.is_multiple_of(8) || !(0..world).all(fits) {
+        let all = |(peer, number): (usize, &Option<usize>)| match number {
+            Some(number) => fits(*number),
+            None => peer != rank && beside[peer] == Beside::No,
+        };
+        if rank >= world || !at.is_multiple_of(8) || !numbers.iter().enumerate().all(all) {
             let detail = format!("no words for {flags} flags of {world} ranks at {at}");
             return Err(TransportError::Argument { op: "open", detail });
         }
         let awaited = (0..flags as usize * world).map(|_| AtomicU64::new(0)).collect();
-        Ok(Self { shared, at, rank, flags, beside, awaited })
+        Ok(Self { shared, at, rank, flags, beside, numbers, awaited })
     }
 
     /// Whether any of `peers` is beside this rank.
@@ -114,11 +137,11 @@ impl Pacing {
     }
 
     fn word(&self, rank: usize, offset: usize) -> &AtomicU64 {
-        let base = match self.shared.reach(rank) {
-            Reach::Direct(window) => window.base,
-            _ => unreachable!("links answer the same every time; `new` saw it mapped"),
+        let base = match self.numbers[rank].map(|number| self.shared.reach(number)) {
+            Some(Reach::Direct(window)) => window.base,
+            _ => unreachable!("links answer the same every time; `among` saw it mapped"),
         };
-        // SAFETY: `new` checked that the words are aligned and inside the window, which stays mapped
+        // SAFETY: `among` checked that the words are aligned and inside the window, which stays mapped
         // while `self.shared` is held; they are only ever used as atomics.
         unsafe { AtomicU64::from_ptr(base.add(self.at + offset).as_ptr().cast()) }
     }
@@ -320,6 +343,35 @@ mod tests {
         assert_eq!(all[1].submitted(1, 0, 0).load(Ordering::Relaxed), 0);
         let one = &ranks(2, |p| p)[0];
         assert!(one.hold(&[7], 0, SOON, || false) && one.hold(&[1], FLAGS, SOON, || false));
+    }
+
+    /// Ranks 1 and 3 of four, which alone share words.
+    #[test]
+    fn ranks_of_a_node_go_by_the_numbers_of_all() {
+        let members = [1, 3];
+        let mut groups = Group::local(2).unwrap();
+        let open = |group: Group| {
+            let bytes = Pacing::bytes(FLAGS, 4).next_multiple_of(4096);
+            let spec = WindowSpec { bytes, flags: 1 };
+            ThreadTransport::new().open(&group, spec, Deadline::after(LONG)).unwrap()
+        };
+        let second = groups.pop().unwrap();
+        let first = groups.pop().unwrap();
+        let (a, b) = std::thread::scope(|scope| {
+            let b = scope.spawn(|| open(second));
+            (open(first), b.join().unwrap())
+        });
+        let make = |link: Arc<dyn Link>, rank: usize, near: Beside| {
+            let beside = (0..4).map(|peer| if peer == 4 - rank { near } else { Beside::No });
+            Pacing::among(link, 0, rank, FLAGS, (beside.collect(), &members))
+        };
+        let one = make(a.clone(), 1, Beside::Process).unwrap();
+        let three = make(b, 3, Beside::Process).unwrap();
+        assert_eq!(one.owing(&[0, 2, 3], 2).collect::<Vec<_>>(), [3]);
+        three.signalled(1, 2, false);
+        three.signalled(2, 2, false);
+        assert_eq!(one.owing(&[0, 2, 3], 2).count(), 0);
+        assert!(make(a, 2, Beside::Process).is_err(), "a rank that shares no words");
     }
 
     #[test]

@@ -6,16 +6,26 @@ use std::time::Duration;
 
 use serde_json::Value;
 
-use super::steps::{TAIL, cargo, cargo_test};
+use super::steps::{TAIL, cargo, judge};
 use super::{Context, Outcome};
+use crate::emulate::Emulator;
 use crate::process::{self, Finished};
 use crate::rdma_vm;
 use crate::workspace::Workspace;
 
 /// Where the machine finds the scripts.
 const FOLDER: &str = "/rdma-vm";
+/// Where it finds the emulated GPUs, and how many there are.
+const GPU: &str = "/gpu";
+const GPUS: &str = "4";
+/// The test, of the programs for the machine, that has all their kernels compiled.
+const COMPILES: &str = "ranks_of_one_host_compile_the_same_kernels";
+/// What a test prints that found no GPU.
+const SKIPPED: &str = "skipped:";
 /// Unit tests whose paths have this need devices.
 const HARDWARE: &str = "rdma::hardware::";
+/// And those with this need emulated GPUs, but no devices.
+const ON_GPUS: &str = "rdma::on_gpus::";
 /// How the name of the program of ep-transport's unit tests starts.
 const UNITS: &str = "ep_transport-";
 const BUILD: Duration = Duration::from_secs(15 * 60);
@@ -28,12 +38,62 @@ pub fn rdma(context: &Context) -> Outcome {
     if let Err(outcome) = prepared(context) {
         return outcome;
     }
-    let (programs, units) = match build(context) {
-        Ok(built) => built,
+    let built = build(context).and_then(|(programs, units)| {
+        let failed = |why| Outcome::failed(why, String::new());
+        let emulator = Emulator::build(&context.workspace, context.echo).map_err(failed)?;
+        compile_kernels(context, &emulator, &programs)?;
+        let mut simulated = Command::new(&units);
+        emulator.show_to(simulated.args([ON_GPUS, "--test-threads", "1", "--show-output"]));
+        simulated.env("EP_EMULATOR_DEVICES", GPUS);
+        Ok((simulated, in_vm(&context.workspace, &emulator, &programs, &units)))
+    });
+    let (simulated, machine) = match built {
+        Ok(commands) => commands,
         Err(outcome) => return outcome,
     };
-    let limit = Duration::from_secs(RUN + 60);
-    cargo_test(context, in_vm(&context.workspace, &programs, &units), limit)
+    let simulated = on_gpus(context, simulated, BUILD);
+    if simulated.is_failure() {
+        return simulated;
+    }
+    let mut outcome = on_gpus(context, machine, Duration::from_secs(RUN + 60));
+    outcome.counts += simulated.counts;
+    outcome
+}
+
+/// Runs tests that need emulated GPUs, of which one that found none has failed.
+fn on_gpus(context: &Context, command: Command, limit: Duration) -> Outcome {
+    match process::run(command, limit, context.echo) {
+        Err(why) => Outcome::failed(why, String::new()),
+        Ok(done) if done.success() && done.output.contains(SKIPPED) => {
+            Outcome::failed("the emulated GPUs were not found", done.tail(TAIL))
+        }
+        Ok(done) => judge(&done),
+    }
+}
+
+/// Has the kernels of the tests compiled on this machine, as there is no compiler in the virtual one.
+fn compile_kernels(
+    context: &Context,
+    emulator: &Emulator,
+    programs: &[PathBuf],
+) -> Result<(), Outcome> {
+    for program in programs {
+        let mut command = Command::new(program);
+        emulator.show_to(command.args(["--exact", COMPILES, "--show-output"]));
+        command.env("EP_EMULATOR_CXX", rdma_vm::script(&context.workspace, "cxx.sh"));
+        command.env("EP_CXX_ANSWERS", answers(emulator));
+        let done = process::run(command, BUILD, false);
+        let done = done.map_err(|why| Outcome::failed(why, String::new()))?;
+        if !done.success() || done.output.contains(SKIPPED) {
+            return Err(Outcome::failed("kernels of the tests do not compile", done.tail(TAIL)));
+        }
+    }
+    Ok(())
+}
+
+/// What the compiler said.
+fn answers(emulator: &Emulator) -> PathBuf {
+    emulator.folder().join("answers")
 }
 
 /// What lints, tests and this step add to cargo's arguments where the packages are there, the same for
@@ -114,14 +174,28 @@ fn programs(output: &str) -> Vec<PathBuf> {
 }
 
 /// The machine that checks itself and then runs `programs`, and of `units` what needs devices.
-fn in_vm(workspace: &Workspace, programs: &[PathBuf], units: &Path) -> Command {
+fn in_vm(
+    workspace: &Workspace,
+    emulator: &Emulator,
+    programs: &[PathBuf],
+    units: &Path,
+) -> Command {
     let inside = |name: &str| format!("{FOLDER}/{name}");
     let mut command = rdma_vm::command(workspace);
     command.args(["-m", MEMORY, "-t", &RUN.to_string(), "-f", "ib_write_bw"]);
-    for name in ["bandwidth.sh", "selftest.sh", "tests.sh"] {
+    for name in ["bandwidth.sh", "gpu.sh", "selftest.sh", "tests.sh"] {
         let script = rdma_vm::script(workspace, name);
         command.arg("-f").arg(format!("{}:{}", script.display(), inside(name)));
     }
+    for (from, name) in [
+        (emulator.library(), "libgpu_emulator.so"),
+        (emulator.folder().join("kernels"), "kernels"),
+        (answers(emulator), "answers"),
+        (rdma_vm::script(workspace, "cxx.sh"), "cxx.sh"),
+    ] {
+        command.arg("-f").arg(format!("{}:{GPU}/{name}", from.display()));
+    }
+    command.args(["-e", &format!("EP_EMULATOR_DEVICES={GPUS}")]);
     for program in programs.iter().map(PathBuf::as_path).chain([units]) {
         command.arg("-f").arg(program);
     }
@@ -129,7 +203,8 @@ fn in_vm(workspace: &Workspace, programs: &[PathBuf], units: &Path) -> Command {
         command.args(["-e", &name]);
     }
     command.args(["-e", &format!("EP_TEST_RDMA_BANDWIDTH={}", inside("bandwidth.sh"))]);
-    command.args(["--", "sh", &inside("tests.sh"), &inside("selftest.sh")]);
+    command.args(["--", "sh", &inside("gpu.sh"), "sh"]);
+    command.args([inside("tests.sh"), inside("selftest.sh")]);
     command.arg(format!("{}@{HARDWARE}", units.display()));
     command.args(programs.iter().map(PathBuf::as_path).map(Path::as_os_str));
     command
@@ -180,12 +255,17 @@ mod tests {
     #[test]
     fn the_machine_is_given_scripts_and_programs() {
         let workspace = Workspace::load(false).unwrap();
-        let command = in_vm(&workspace, &["/t/deps/rdma-1".into()], Path::new("/t/deps/unit-1"));
+        let emulator = Emulator::at("/t/emulator".into());
+        let programs = ["/t/deps/rdma-1".into()];
+        let command = in_vm(&workspace, &emulator, &programs, Path::new("/t/deps/unit-1"));
         let args: Vec<_> = command.get_args().map(|arg| arg.to_string_lossy()).collect();
         let at = args.iter().position(|arg| arg == "--").unwrap();
         let units = "/t/deps/unit-1@rdma::hardware::";
-        let expected = ["sh", "/rdma-vm/tests.sh", "/rdma-vm/selftest.sh", units, "/t/deps/rdma-1"];
+        let scripts = ["/rdma-vm/gpu.sh", "sh", "/rdma-vm/tests.sh", "/rdma-vm/selftest.sh"];
+        let expected = [&["sh"][..], &scripts, &[units, "/t/deps/rdma-1"]].concat();
         assert_eq!(args[at + 1..], expected);
+        let library = "/t/emulator/libcuda.so.1:/gpu/libgpu_emulator.so";
+        assert!(args[..at].windows(2).any(|pair| pair == ["-f", library]));
         assert!(args[..at].windows(2).any(|pair| pair == ["-f", "/t/deps/unit-1"]));
         assert!(args[..at].windows(2).any(|pair| pair == ["-f", "/t/deps/rdma-1"]));
     }

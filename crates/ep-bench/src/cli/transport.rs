@@ -15,7 +15,7 @@ pub enum Transport {
     Auto,
     /// Shared memory of this host.
     Host,
-    /// RDMA verbs between nodes, rows in host memory.
+    /// RDMA verbs between nodes, rows in host memory or, with --gpus, on GPUs.
     Rdma,
     /// NVLink between GPUs.
     Nvlink,
@@ -37,7 +37,7 @@ impl Transport {
         }
     }
 
-    /// Whether rows are on GPUs.
+    /// Whether rows are on GPUs whatever else is asked for.
     pub fn is_on_gpus(self) -> bool {
         matches!(self, Self::Nvlink | Self::Copy | Self::Nccl)
     }
@@ -49,6 +49,12 @@ impl Transport {
 }
 
 impl Args {
+    /// Whether rows are on GPUs.
+    pub fn is_on_gpus(&self) -> bool {
+        self.transport.is_on_gpus()
+            || (self.transport == Transport::Rdma && self.gpu.gpus.is_some())
+    }
+
     /// Whether this build has the transport, and the options go with it and with the bench.
     ///
     /// # Errors
@@ -56,7 +62,9 @@ impl Args {
     pub(crate) fn check_transport(&self) -> Result<()> {
         let usage = |text: String| Err(BenchError::Usage(text));
         let name = self.transport.name();
-        if let Some(feature) = missing_feature(self.transport) {
+        let without_gpus = self.is_on_gpus() && !cfg!(feature = "cuda");
+        let missing = missing_feature(self.transport).or(without_gpus.then_some("cuda"));
+        if let Some(feature) = missing {
             return usage(format!(
                 "--transport {name} is not in this build: build with the feature `{feature}`"
             ));
@@ -64,7 +72,7 @@ impl Args {
         if self.nodes.is_some() && !self.dry_run && !self.transport.has_nodes() {
             return usage("--nodes needs --dry-run or --transport rdma, copy or nccl".into());
         }
-        match self.transport.is_on_gpus() {
+        match self.is_on_gpus() {
             true => self.check_gpu_options(name),
             false => self.check_host_options(),
         }
@@ -81,7 +89,7 @@ impl Args {
         }
         match self.gpu.given().first() {
             Some(option) => Err(BenchError::Usage(format!(
-                "{option} is for GPUs: add --transport nvlink, copy or nccl"
+                "{option} is for GPUs: add --transport nvlink, copy or nccl, or --gpus to rdma"
             ))),
             None => Ok(()),
         }

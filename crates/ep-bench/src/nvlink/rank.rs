@@ -158,7 +158,7 @@ impl<'a> Rank<'a> {
         let stream = device.stream(0).map_err(cuda)?;
         let ordinal = device.properties().ordinal;
         let builder = EpBuilder::new(layer(&job.case, &job.traffic)).place(Place::Cuda(ordinal));
-        let ep = (job.way.place(builder, ordinal))
+        let ep = (job.way.place(builder, rank, ordinal)?)
             .slots(setup.slots)
             .lanes(setup.lanes)
             .sm_policy(setup.policy)

@@ -154,8 +154,13 @@ fn rows_have_rates_and_the_table_fits() {
     let job = job(case, false, &[]).unwrap();
     let time = crate::stats::Summary { p50_us: 10.0, p90_us: 11.0, min_us: 9.0, runs: 30 };
     let bytes = rows::wire_bytes(&job, Operation::Dispatch);
-    let limits =
-        rows::Limits { bytes, copy: Some((time, 2)), nccl: Some((time, 23004)), notes: vec![] };
+    let limits = rows::Limits {
+        bytes,
+        copy: Some((time, 2)),
+        nccl: Some((time, 23004)),
+        nccl_within: None,
+        notes: vec![],
+    };
     let mut row =
         rows::row(&job, (Operation::Dispatch, vec![20.0; 3]), 16, Call::default(), &limits);
     assert_eq!((row.limit_us, row.wire_share), (Some(10.0), Some(0.5)));

@@ -1,5 +1,7 @@
 //! How ranks on GPUs that are in different nodes reach each other.
 
+#[cfg(feature = "rdma")]
+use ep_runtime::RdmaTransport;
 use ep_runtime::{EpBuilder, NvlinkTransport};
 
 use super::peers::nccl_version;
@@ -24,6 +26,9 @@ pub enum Way {
         /// Blocks of NCCL's kernels.
         ctas: u32,
     },
+    /// Those of different nodes by RDMA, with devices and settings of the variables `EP_RDMA_*`. The
+    /// node of each rank.
+    Rdma(Vec<usize>),
 }
 
 impl Way {
@@ -37,10 +42,11 @@ impl Way {
         }
         let of = ranks / args.nodes_of(ranks)?;
         let nodes = (0..ranks).map(|rank| rank / of).collect();
-        if args.transport == Transport::Copy {
-            return Ok(Self::Copies(nodes));
-        }
-        nccl_version()?;
+        match args.transport {
+            Transport::Copy => return Ok(Self::Copies(nodes)),
+            Transport::Rdma => return rdma(nodes, gpus),
+            _ => nccl_version()?,
+        };
         if ranks > gpus {
             return Err(BenchError::Usage(format!(
                 "--transport nccl: NCCL allows one rank per GPU; {ranks} ranks were asked for on \
@@ -56,6 +62,7 @@ impl Way {
             Self::Mapped => Transport::Nvlink,
             Self::Copies(_) => Transport::Copy,
             Self::Nccl { .. } => Transport::Nccl,
+            Self::Rdma(_) => Transport::Rdma,
         }
         .name()
     }
@@ -64,7 +71,7 @@ impl Way {
     pub fn nodes(&self) -> Option<&[usize]> {
         match self {
             Self::Mapped => None,
-            Self::Copies(nodes) | Self::Nccl { nodes, .. } => Some(nodes),
+            Self::Copies(nodes) | Self::Rdma(nodes) | Self::Nccl { nodes, .. } => Some(nodes),
         }
     }
 
@@ -74,9 +81,12 @@ impl Way {
         self.nodes().is_some_and(|nodes| nodes.iter().any(|node| *node != nodes[0]))
     }
 
-    /// A layer on GPU `ordinal` whose ranks reach each other like this.
-    pub fn place(&self, builder: EpBuilder, ordinal: usize) -> EpBuilder {
-        match self {
+    /// The layer of a rank on GPU `ordinal` whose ranks reach each other like this.
+    ///
+    /// # Errors
+    /// A variable that cannot be read.
+    pub fn place(&self, builder: EpBuilder, rank: usize, ordinal: usize) -> Result<EpBuilder> {
+        Ok(match self {
             Self::Mapped => builder,
             Self::Copies(nodes) => {
                 builder.transport(NvlinkTransport::new(ordinal).nodes(nodes.clone()))
@@ -88,8 +98,32 @@ impl Way {
             // Options that ask for it are refused in such a build.
             #[cfg(not(feature = "nccl"))]
             Self::Nccl { .. } => builder,
-        }
+            #[cfg(feature = "rdma")]
+            Self::Rdma(nodes) => {
+                let rdma =
+                    RdmaTransport::from_env().map_err(|e| BenchError::Usage(e.to_string()))?;
+                builder.transport(rdma.node(nodes[rank] as u64).cuda(ordinal))
+            }
+            #[cfg(not(feature = "rdma"))]
+            Self::Rdma(_) => {
+                let _ = rank;
+                builder
+            }
+        })
     }
+}
+
+/// RDMA between these nodes, which have GPUs of their own.
+fn rdma(nodes: Vec<usize>, gpus: usize) -> Result<Way> {
+    let of = |gpu: usize| nodes.iter().skip(gpu).step_by(gpus.max(1));
+    if (0..gpus).any(|gpu| of(gpu).any(|node| Some(node) != of(gpu).next())) {
+        return Err(BenchError::Usage(format!(
+            "--transport rdma: ranks of different nodes do not share a GPU; {} ranks were asked for on \
+             {gpus} GPUs (--ranks, --gpus)",
+            nodes.len()
+        )));
+    }
+    Ok(Way::Rdma(nodes))
 }
 
 #[cfg(test)]
@@ -113,6 +147,15 @@ mod tests {
         assert!(!of("--transport copy --nodes 1", 4).unwrap().is_far());
         let error = of("--transport copy --nodes 3", 4).unwrap_err();
         assert!(error.exit_code() == 2 && error.to_string().contains("does not divide"), "{error}");
+    }
+
+    #[test]
+    fn nodes_over_rdma_have_gpus_of_their_own() {
+        let way = of("--transport rdma --gpus 2", 2).unwrap();
+        assert_eq!((way.nodes(), way.name()), (Some(&[0, 1][..]), "rdma"));
+        assert!(of("--transport rdma --nodes 1 --gpus 2", 4).is_ok());
+        let error = of("--transport rdma --nodes 2 --gpus 2", 4).unwrap_err().to_string();
+        assert!(error.contains("do not share a GPU"), "{error}");
     }
 
     #[test]

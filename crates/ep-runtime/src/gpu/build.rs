@@ -302,8 +302,8 @@ impl Gpu {
             return Err(unfit(detail).into());
         }
         let side = link.stream_side().ok_or_else(|| {
-            let detail = "the transport cannot signal and wait on streams; those of NVLink and NCCL \
-                          can, no layer can be built on RdmaTransport::cuda yet";
+            let detail = "the transport cannot signal and wait on streams; those of NVLink, NCCL and \
+                          RDMA can";
             unfit(detail.into())
         })?;
         let sizes = Sizes::new(shape, handles, sms, window.has_staging());

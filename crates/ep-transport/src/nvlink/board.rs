@@ -15,7 +15,7 @@ use parking_lot::Mutex;
 
 use super::driver::{Gpu, OP};
 use super::graveyard::Buried;
-use crate::{Beside, HostLink, Pacing, Region, Result, StreamSide};
+use crate::{Beside, HostLink, Pacing, Region, Result, StreamSide, WindowSpec};
 
 const LINE: usize = StreamSide::AWAITED_STRIDE as usize;
 /// `CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP`.
@@ -26,11 +26,13 @@ const PORTABLE_MAPPED: u32 = 1 | 2;
 pub(super) struct Map {
     flags: u32,
     world: usize,
+    /// Streams whose orders a bridge takes.
+    streams: usize,
 }
 
 impl Map {
-    pub fn new(flags: u32, world: usize) -> Self {
-        Self { flags, world }
+    pub fn new(flags: u32, world: usize, streams: usize) -> Self {
+        Self { flags, world, streams }
     }
 
     fn flag(&self, flag: u32, source: usize) -> usize {
@@ -60,16 +62,38 @@ impl Map {
         self.pacing() + pacing + number as usize * LINE
     }
 
-    pub fn bytes(&self) -> usize {
-        self.exchanging(self.flags)
+    /// Where a stream tells up to which of its orders it has come.
+    fn doorbell(&self, stream: usize) -> usize {
+        self.exchanging(self.flags) + 2 * stream * LINE
     }
+
+    /// What a stream awaits until the sources of its puts are free.
+    fn flushed(&self, stream: usize) -> usize {
+        self.doorbell(stream) + LINE
+    }
+
+    pub fn bytes(&self) -> usize {
+        self.doorbell(self.streams)
+    }
+}
+
+/// Bytes of the page-locked memory that a rank's board is in, of `world` ranks of which `near` map each
+/// other, with so many streams whose orders a bridge takes.
+pub(crate) fn bytes(flags: u32, world: usize, near: usize, streams: usize) -> Result<usize> {
+    let map = Map::new(flags, world, streams);
+    HostLink::region_bytes(shared_spec(map), near)
+}
+
+/// What is shared so that boards fit.
+pub(super) fn shared_spec(map: Map) -> WindowSpec {
+    WindowSpec { bytes: map.bytes().next_multiple_of(4096), flags: 1 }
 }
 
 /// Page-locked memory that the GPUs of this process see.
 #[derive(Debug)]
-struct Registered {
+pub(super) struct Registered {
     /// Its first byte as GPUs see it.
-    device: u64,
+    pub device: u64,
     _locked: Buried<Locked>,
 }
 
@@ -83,7 +107,7 @@ struct Locked {
 impl Registered {
     /// Locks the first `bytes` of a region. Threads of one process that share memory share its
     /// registration.
-    fn new(gpu: &Arc<Gpu>, region: Arc<dyn Region>, bytes: usize) -> Result<Arc<Self>> {
+    pub fn new(gpu: &Arc<Gpu>, region: Arc<dyn Region>, bytes: usize) -> Result<Arc<Self>> {
         static ALL: LazyLock<Mutex<HashMap<usize, Weak<Registered>>>> =
             LazyLock::new(Mutex::default);
         let at = region.base().as_ptr().cast::<c_void>();
@@ -119,26 +143,40 @@ impl Drop for Locked {
     }
 }
 
-/// The boards of all ranks, as one rank sees them.
+/// The boards of the ranks that map each other, as one of them sees them, with flags of all ranks.
 #[derive(Clone, Debug)]
-pub(super) struct Board {
+pub(crate) struct Board {
     map: Map,
     rank: usize,
     /// By rank: where the board is for the host and for GPUs.
-    boards: Arc<Vec<(usize, Arc<Registered>)>>,
+    boards: Arc<Vec<Option<OneBoard>>>,
+    /// Of those that map each other.
     shared: Arc<HostLink>,
 }
 
+#[derive(Debug)]
+struct OneBoard {
+    at: usize,
+    registered: Arc<Registered>,
+}
+
 impl Board {
-    /// Over the windows of a host link, each at least `map.bytes()` long.
-    pub fn new(gpu: &Arc<Gpu>, shared: Arc<HostLink>, map: Map, rank: usize) -> Result<Self> {
+    /// Over the windows of a host link of `members`, each at least `map.bytes()` long.
+    pub(super) fn new(
+        gpu: &Arc<Gpu>,
+        shared: Arc<HostLink>,
+        map: Map,
+        (rank, members): (usize, &[usize]),
+    ) -> Result<Self> {
         const PAGE: usize = 4096;
-        let board = |peer: usize| {
-            let region = shared.region(peer);
+        let mut boards: Vec<Option<OneBoard>> = (0..map.world).map(|_| None).collect();
+        for (number, &member) in members.iter().enumerate() {
+            let region = shared.region(number);
             let at = region.base().as_ptr() as usize;
-            Ok((at, Registered::new(gpu, region, map.bytes().next_multiple_of(PAGE))?))
-        };
-        let boards = (0..map.world).map(board).collect::<Result<Vec<_>>>()?;
+            let bytes = map.bytes().next_multiple_of(PAGE);
+            let registered = Registered::new(gpu, region, bytes)?;
+            boards[member] = Some(OneBoard { at, registered });
+        }
         Ok(Self { map, rank, boards: Arc::new(boards), shared })
     }
 
@@ -147,12 +185,22 @@ impl Board {
     }
 
     /// The counts by which waits stay behind signals, with where each rank is.
-    pub fn pacing(&self, beside: Vec<Beside>) -> Result<Pacing> {
-        Pacing::new(self.shared.clone(), self.map.pacing(), self.rank, self.map.flags, beside)
+    pub fn pacing(&self, beside: Vec<Beside>, members: &[usize]) -> Result<Pacing> {
+        let (at, flags) = (self.map.pacing(), self.map.flags);
+        Pacing::among(self.shared.clone(), at, self.rank, flags, (beside, members))
+    }
+
+    /// Of a rank that maps this one: others are told by a bridge.
+    fn of(&self, rank: usize) -> &OneBoard {
+        self.boards[rank].as_ref().expect("a rank of this node")
+    }
+
+    fn device(&self, rank: usize) -> u64 {
+        self.of(rank).registered.device
     }
 
     fn word(&self, rank: usize, offset: usize) -> &AtomicU32 {
-        let at = self.boards[rank].0 + offset;
+        let at = self.of(rank).at + offset;
         // SAFETY: an aligned word of a board that stays mapped while `self` lives; all who access
         // it do so atomically.
         unsafe { AtomicU32::from_ptr(at as *mut u32) }
@@ -160,22 +208,22 @@ impl Board {
 
     /// The flag that this rank raises at `peer`, as GPUs see it.
     pub fn theirs(&self, peer: usize, flag: u32) -> u64 {
-        self.boards[peer].1.device + self.map.flag(flag, self.rank) as u64
+        self.device(peer) + self.map.flag(flag, self.rank) as u64
     }
 
     /// The flag that `source` raises here, as GPUs see it.
     pub fn ours(&self, source: usize, flag: u32) -> u64 {
-        self.boards[self.rank].1.device + self.map.flag(flag, source) as u64
+        self.device(self.rank) + self.map.flag(flag, source) as u64
     }
 
     /// The word of the trial that this rank writes at `peer`, as GPUs see it.
     pub fn their_trial(&self, peer: usize) -> u64 {
-        self.boards[peer].1.device + self.map.trial(self.rank) as u64
+        self.device(peer) + self.map.trial(self.rank) as u64
     }
 
     /// The word of the trial that `source` writes here, as GPUs see it.
     pub fn our_trial(&self, source: usize) -> u64 {
-        self.boards[self.rank].1.device + self.map.trial(source) as u64
+        self.device(self.rank) + self.map.trial(source) as u64
     }
 
     pub fn tried(&self, source: usize) -> bool {
@@ -192,6 +240,41 @@ impl Board {
     pub fn set(&self, peer: usize, flag: u32) {
         // Release: what this thread did before is seen by who sees the flag.
         self.word(peer, self.map.flag(flag, self.rank)).store(1, Ordering::Release);
+    }
+
+    /// Raises a flag here for a source that cannot.
+    #[cfg(feature = "rdma")]
+    pub fn raise(&self, flag: u32, source: usize) {
+        // Release: as `set`.
+        self.word(self.rank, self.map.flag(flag, source)).store(1, Ordering::Release);
+    }
+
+    /// The word by which a stream tells how far it has come, as GPUs see it.
+    #[cfg(feature = "rdma")]
+    pub fn doorbell_word(&self, stream: usize) -> u64 {
+        self.device(self.rank) + self.map.doorbell(stream) as u64
+    }
+
+    /// Acquire: whoever sees how far a stream has come sees what it did before.
+    #[cfg(feature = "rdma")]
+    pub fn doorbell(&self, stream: usize) -> u32 {
+        self.word(self.rank, self.map.doorbell(stream)).load(Ordering::Acquire)
+    }
+
+    /// The word that a stream awaits until its sources are free, as GPUs see it.
+    #[cfg(feature = "rdma")]
+    pub fn flushed_word(&self, stream: usize) -> u64 {
+        self.device(self.rank) + self.map.flushed(stream) as u64
+    }
+
+    #[cfg(feature = "rdma")]
+    pub fn is_flushed(&self, stream: usize) -> bool {
+        self.word(self.rank, self.map.flushed(stream)).load(Ordering::Acquire) != 0
+    }
+
+    /// Lets a stream that awaits that its sources are free go on.
+    pub fn set_flushed(&self, stream: usize) {
+        self.word(self.rank, self.map.flushed(stream)).store(1, Ordering::Release);
     }
 
     pub fn is_set(&self, flag: u32, source: usize) -> bool {
@@ -216,7 +299,7 @@ impl Board {
     /// The word of [`Board::exchanging`], as GPUs see it.
     #[cfg(feature = "nccl")]
     pub fn exchanging_word(&self, number: u32) -> u64 {
-        self.boards[self.rank].1.device + self.map.exchanging(number) as u64
+        self.device(self.rank) + self.map.exchanging(number) as u64
     }
 
     /// Whether an exchange of a number is under way on a stream of this rank: not 0 from its begin on.
@@ -248,10 +331,11 @@ impl Board {
                 self.word(self.rank, self.map.flag(flag, source)).store(1, Ordering::Release);
             }
         }
+        (0..self.map.streams).for_each(|stream| self.set_flushed(stream));
     }
 
     pub fn side(&self) -> StreamSide {
-        let device = self.boards[self.rank].1.device;
+        let device = self.device(self.rank);
         StreamSide {
             poisoned: device + self.map.poisoned() as u64,
             awaited: device + self.map.awaited(0, 0) as u64,
@@ -266,7 +350,7 @@ mod tests {
     #[test]
     fn words_of_a_board_are_apart() {
         for (flags, world) in [(1, 1), (4, 2), (6, 7)] {
-            let map = Map::new(flags, world);
+            let map = Map::new(flags, world, 3);
             let mut words: Vec<(usize, usize)> = (0..flags)
                 .flat_map(|f| (0..world).map(move |s| (map.flag(f, s), 4)))
                 .chain((0..flags).flat_map(|f| (0..world).map(move |s| (map.awaited(f, s), 4))))
@@ -274,6 +358,7 @@ mod tests {
                 .chain((0..world).map(|s| (map.trial(s), 4)))
                 .chain([(map.pacing(), Pacing::bytes(flags, world))])
                 .chain((0..flags).flat_map(|f| [0, 4].map(|at| (map.exchanging(f) + at, 4))))
+                .chain((0..3).flat_map(|s| [(map.doorbell(s), 4), (map.flushed(s), 4)]))
                 .collect();
             words.sort_unstable();
             assert!(words.windows(2).all(|w| w[0].0 + w[0].1 <= w[1].0));

@@ -13,7 +13,7 @@ pub(super) const OP: &str = "open";
 
 /// `CUmemAllocationProp`.
 #[repr(C)]
-pub(super) struct AllocationProp {
+pub(crate) struct AllocationProp {
     pub kind: c_int,
     pub handle_kinds: c_int,
     pub location: Location,
@@ -28,14 +28,14 @@ const _: () = assert!(size_of::<AllocationProp>() == 32);
 /// `CUmemLocation`.
 #[repr(C)]
 #[derive(Clone, Copy)]
-pub(super) struct Location {
+pub(crate) struct Location {
     pub kind: c_int,
     pub id: c_int,
 }
 
 /// `CUmemAccessDesc`.
 #[repr(C)]
-pub(super) struct AccessDesc {
+pub(crate) struct AccessDesc {
     pub location: Location,
     pub flags: c_int,
 }
@@ -43,7 +43,7 @@ pub(super) struct AccessDesc {
 /// `CUstreamBatchMemOpParams` as far as 32-bit waits and writes use it.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct MemOp {
+pub(crate) struct MemOp {
     pub operation: u64,
     pub address: u64,
     pub value: u64,
@@ -54,9 +54,12 @@ pub(super) struct MemOp {
 const _: () = assert!(size_of::<MemOp>() == 48);
 
 macro_rules! functions {
-    ($($name:ident: $symbol:literal ($($arg:ty),*);)*) => {
-        pub(super) struct Driver {
+    ($($name:ident: $symbol:literal ($($arg:ty),*);)* ? $($optional:ident: $osymbol:literal ($($oarg:ty),*);)*) => {
+        pub(crate) struct Driver {
             $(pub $name: unsafe extern "C" fn($($arg),*) -> c_int,)*
+            // What older drivers lack.
+            $(#[cfg_attr(not(feature = "rdma"), expect(dead_code, reason = "for NICs"))]
+            pub $optional: Option<unsafe extern "C" fn($($oarg),*) -> c_int>,)*
             // The pointers above are valid while this is open.
             _library: Library,
         }
@@ -69,6 +72,12 @@ macro_rules! functions {
                         unsafe { library.get::<unsafe extern "C" fn($($arg),*) -> c_int>($symbol.as_bytes()) }
                             .map(|found| *found)
                             .map_err(|_| format!("libcuda.so.1 has no {}; install driver 525 or newer", $symbol))?
+                    },)*
+                    $($optional: {
+                        // SAFETY: the signature is that of cuda.h for this exact symbol.
+                        unsafe { library.get::<unsafe extern "C" fn($($oarg),*) -> c_int>($osymbol.as_bytes()) }
+                            .map(|found| *found)
+                            .ok()
                     },)*
                     _library: library,
                 })
@@ -124,6 +133,8 @@ functions! {
         *mut c_void, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint,
         CUstream, *mut *mut c_void, *mut *mut c_void
     );
+    ? range_handle: "cuMemGetHandleForAddressRange" (*mut c_void, u64, usize, c_int, u64);
+    flush_rdma: "cuFlushGPUDirectRDMAWrites" (c_int, c_int);
 }
 
 impl std::fmt::Debug for Driver {
@@ -179,7 +190,7 @@ impl Driver {
 
 /// A GPU's primary context, retained.
 #[derive(Debug)]
-pub(super) struct Gpu {
+pub(crate) struct Gpu {
     pub driver: &'static Driver,
     pub device: c_int,
     pub ordinal: usize,
@@ -266,7 +277,7 @@ impl Drop for Gpu {
 }
 
 /// A context made current on this thread.
-pub(super) struct Current(Option<&'static Driver>);
+pub(crate) struct Current(Option<&'static Driver>);
 
 impl Drop for Current {
     fn drop(&mut self) {

@@ -6,9 +6,11 @@ use std::time::Duration;
 
 use cudarc::driver::sys::CUstream;
 
+#[cfg(feature = "rdma")]
+use super::board::Board;
 use super::driver::{Gpu, MemOp};
 use super::graveyard::Buried;
-use super::memory::{Mapped, Setup};
+use super::memory::{Seen, Setup};
 use super::watchdog::Watchdog;
 use super::words::Words;
 use crate::host_link::{check_flag, check_put, check_rank};
@@ -25,21 +27,21 @@ const POLL: Duration = Duration::from_micros(50);
 const HOLD: Duration = Duration::from_secs(2);
 
 #[derive(Debug)]
-pub(super) struct NvlinkLink {
-    pub group: Group,
+pub(crate) struct NvlinkLink {
+    pub(super) group: Group,
     pub spec: WindowSpec,
     pub gpu: Arc<Gpu>,
-    /// By rank.
-    pub windows: Buried<Vec<Mapped>>,
+    /// By rank, of those that map each other.
+    pub(super) windows: Buried<Vec<Option<Seen>>>,
     /// By rank, those that count as ranks of other nodes.
-    pub bulk: Vec<bool>,
-    pub watchdog: Watchdog,
+    pub(super) bulk: Vec<bool>,
+    pub(super) watchdog: Watchdog,
     /// How streams raise and await flags.
-    pub words: Buried<Words>,
+    pub(super) words: Buried<Words>,
     /// Where other ranks are on this GPU.
-    pub pacing: Option<Pacing>,
+    pub(super) pacing: Option<Pacing>,
     /// Makes the watchdog look at the group's health when there is news.
-    pub _bell: Arc<dyn Bell>,
+    pub(super) _bell: Arc<dyn Bell>,
 }
 
 /// What a link keeps alive for the group's health.
@@ -95,10 +97,17 @@ impl NvlinkLink {
         }
     }
 
-    fn mapping(&self, rank: usize) -> Mapping {
-        let base = self.windows[rank].base as *mut u8;
+    /// A window that this rank has mapped.
+    fn mapping(&self, rank: usize) -> Option<Mapping> {
+        let base = self.windows[rank].as_ref()?.base() as *mut u8;
         // The driver maps nothing at 0.
-        Mapping { base: NonNull::new(base).unwrap_or(NonNull::dangling()), bytes: self.spec.bytes }
+        let base = NonNull::new(base).unwrap_or(NonNull::dangling());
+        Some(Mapping { base, bytes: self.spec.bytes })
+    }
+
+    /// Where this rank's own window is.
+    pub fn own(&self) -> u64 {
+        self.window().base.as_ptr() as u64
     }
 
     fn raise(&self, stream: Option<CUstream>, peer: usize, flag: u32) -> Result<()> {
@@ -124,6 +133,45 @@ impl NvlinkLink {
         meet_ops(theirs, ours, self.gpu.writes_both(), |ops| {
             self.words.submit("wait", &self.gpu, stream, ops)
         })
+    }
+
+    /// The flags of this rank, to be raised for ranks that cannot.
+    #[cfg(feature = "rdma")]
+    pub fn board(&self) -> Board {
+        self.watchdog.shared.board.clone()
+    }
+
+    /// Whether a rank raises its flags here itself.
+    #[cfg(feature = "rdma")]
+    pub fn is_near(&self, peer: usize) -> bool {
+        self.windows.get(peer).is_some_and(Option::is_some)
+    }
+
+    /// How what has come from other ranks is told, before it is believed that they have gone.
+    #[cfg(feature = "rdma")]
+    pub fn settle_by(&self, settle: impl Fn() + Send + Sync + 'static) {
+        self.watchdog.shared.settle_by(settle);
+    }
+
+    /// Tells a bridge, in the order of the stream, that it has come to an order; `mark` says which.
+    /// `flush`: then the stream waits until the bridge lets it go on.
+    #[cfg(feature = "rdma")]
+    pub fn tell(
+        &self,
+        op: &'static str,
+        stream: CUstream,
+        (bell, mark): (usize, u32),
+        flush: bool,
+    ) -> Result<()> {
+        let board = &self.watchdog.shared.board;
+        let _current = self.gpu.current(op)?;
+        let (doorbell, flushed) = (board.doorbell_word(bell), board.flushed_word(bell));
+        if !flush {
+            return self.words.write(op, &self.gpu, stream, (doorbell, mark));
+        }
+        let told = MemOp::write(doorbell, mark.into());
+        let mut ops = [told, MemOp::wait(flushed), MemOp::write(flushed, 0)];
+        self.words.submit(op, &self.gpu, stream, &mut ops)
     }
 
     /// Whether `stream`, or the host where there is none, is being captured.
@@ -174,6 +222,7 @@ impl NvlinkLink {
         deadline: Deadline,
     ) -> Result<()> {
         let board = &self.watchdog.shared.board;
+        let mut looks = super::watchdog::LOOKS;
         loop {
             let absent: Vec<usize> =
                 peers.iter().copied().filter(|&peer| !board.is_set(flag, peer)).collect();
@@ -187,7 +236,13 @@ impl NvlinkLink {
                 peers.iter().for_each(|&peer| board.reset(flag, peer));
                 return Ok(());
             }
-            self.group.health().check_waiting(op, &absent)?;
+            if let Err(news) = self.group.health().check_waiting(op, &absent) {
+                if looks == 0 || !self.watchdog.shared.settle() {
+                    return Err(news);
+                }
+                looks -= 1;
+                continue;
+            }
             if deadline.expired() {
                 let after = deadline.length();
                 return Err(TransportError::Timeout {
@@ -202,12 +257,17 @@ impl NvlinkLink {
     }
 }
 
+/// The error of an operation on a rank that only a bridge reaches, whose link knows better.
+fn far(op: &'static str, peer: usize) -> TransportError {
+    TransportError::Argument { op, detail: format!("rank {peer} is not mapped here") }
+}
+
 // SAFETY: mappings are of windows that `self` holds, of the spec's size, exchanged and tried when it
 // was made; flags and order are those of stream memory operations and of kernels' ends, as design
 // and conformance have them.
 unsafe impl Link for NvlinkLink {
     fn window(&self) -> Mapping {
-        self.mapping(self.group.rank())
+        self.mapping(self.group.rank()).expect("a rank maps its own")
     }
 
     fn memory(&self) -> Memory {
@@ -227,9 +287,9 @@ unsafe impl Link for NvlinkLink {
     }
 
     fn reach(&self, peer: usize) -> Reach {
-        match self.bulk[peer] {
-            true => Reach::Bulk,
-            false => Reach::Direct(self.mapping(peer)),
+        match self.mapping(peer) {
+            Some(mapping) if !self.bulk[peer] => Reach::Direct(mapping),
+            _ => Reach::Bulk,
         }
     }
 
@@ -238,8 +298,9 @@ unsafe impl Link for NvlinkLink {
         if put.bytes == 0 {
             return Ok(());
         }
-        let from = self.windows[self.group.rank()].base + put.from as u64;
-        let to = self.windows[put.peer].base + put.to as u64;
+        let Some(theirs) = self.mapping(put.peer) else { return Err(far("put", put.peer)) };
+        let from = self.own() + put.from as u64;
+        let to = theirs.base.as_ptr() as u64 + put.to as u64;
         let Some(stream) = self.stream("put", queue)? else {
             let limit = Deadline::after(Duration::from_secs(30));
             return Setup::new(&self.gpu)?.copy(to, from, put.bytes, limit);
@@ -260,6 +321,9 @@ unsafe impl Link for NvlinkLink {
         const OP: &str = "signal";
         check_rank(OP, peer, self.group.world())?;
         check_flag(OP, flag, self.spec)?;
+        if self.windows[peer].is_none() {
+            return Err(far(OP, peer));
+        }
         let stream = self.stream(OP, queue)?;
         self.raise(stream, peer, flag)?;
         if let Some(pacing) = self.pacing.as_ref().filter(|p| p.concerns(&[peer])) {

@@ -7,6 +7,7 @@ use std::time::Instant;
 
 use cudarc::driver::sys::CUstream;
 
+use super::board::Registered;
 use super::driver::{AccessDesc, AllocationProp, Gpu, Location, OP};
 use super::words::{FABRIC, Handles, POSIX_FD};
 use crate::process::Shared;
@@ -29,7 +30,7 @@ const NOT_READY: c_int = 600;
 
 /// Physical memory of a GPU.
 #[derive(Debug)]
-pub(super) struct Allocation {
+pub(crate) struct Allocation {
     gpu: Arc<Gpu>,
     handle: u64,
     bytes: usize,
@@ -107,10 +108,6 @@ impl Allocation {
         unsafe { Self::import_from(&self.gpu, theirs.as_mut_ptr().cast(), FABRIC, self.bytes) }
     }
 
-    pub fn bytes(&self) -> usize {
-        self.bytes
-    }
-
     fn export(&self) -> Result<OwnedFd> {
         let mut fd: c_int = -1;
         let to: *mut c_void = (&raw mut fd).cast();
@@ -163,7 +160,7 @@ impl Drop for Allocation {
 
 /// Memory of some GPU, mapped for kernels of `gpu`.
 #[derive(Debug)]
-pub(super) struct Mapped {
+pub(crate) struct Mapped {
     gpu: Arc<Gpu>,
     pub base: u64,
     pub bytes: usize,
@@ -206,21 +203,48 @@ impl Drop for Mapped {
     }
 }
 
-/// A rank's window, as processes share it.
-pub(super) struct Window {
-    gpu: Arc<Gpu>,
-    memory: Arc<Allocation>,
-    fd: OwnedFd,
+/// A window as this rank's GPU sees it.
+#[derive(Debug)]
+pub(super) enum Seen {
+    /// In the memory of some GPU.
+    Device(Mapped),
+    /// In memory of the host, of so many bytes.
+    Host(Arc<Registered>, usize),
 }
 
-impl Window {
-    pub fn new(gpu: &Arc<Gpu>, memory: Arc<Allocation>) -> Result<Self> {
-        let fd = memory.export()?;
-        Ok(Self { gpu: gpu.clone(), memory, fd })
+impl Seen {
+    pub fn base(&self) -> u64 {
+        match self {
+            Self::Device(mapped) => mapped.base,
+            Self::Host(registered, _) => registered.device,
+        }
+    }
+
+    pub fn bytes(&self) -> usize {
+        match self {
+            Self::Device(mapped) => mapped.bytes,
+            Self::Host(_, bytes) => *bytes,
+        }
     }
 }
 
-impl Shared for Window {
+/// A rank's window, as processes share it.
+pub(super) struct Window<'a> {
+    gpu: Arc<Gpu>,
+    memory: Arc<Allocation>,
+    fd: OwnedFd,
+    /// The processes' numbers among all ranks.
+    members: &'a [usize],
+}
+
+impl<'a> Window<'a> {
+    pub fn new(gpu: &Arc<Gpu>, memory: Arc<Allocation>, members: &'a [usize]) -> Result<Self> {
+        let fd = memory.export()?;
+        Ok(Self { gpu: gpu.clone(), memory, fd, members })
+    }
+}
+
+impl Shared for Window<'_> {
     type Mapped = Mapped;
 
     fn fd(&self) -> BorrowedFd<'_> {
@@ -234,7 +258,8 @@ impl Shared for Window {
     fn map_foreign(&self, peer: usize, fd: OwnedFd) -> Result<Mapped> {
         // All ranks' windows are of one size; a smaller one cannot be mapped to its whole length.
         let memory = Allocation::import(&self.gpu, &fd, self.memory.bytes);
-        memory.and_then(|memory| Mapped::new(&self.gpu, &memory)).map_err(|e| refused(peer, &e))
+        let mapped = memory.and_then(|memory| Mapped::new(&self.gpu, &memory));
+        mapped.map_err(|e| refused(self.members[peer], &e))
     }
 }
 

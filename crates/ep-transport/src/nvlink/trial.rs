@@ -6,29 +6,29 @@ use std::time::Duration;
 use super::board::Board;
 use super::driver::{Gpu, MemOp, OP};
 use super::link::NvlinkLink;
-use super::memory::{Allocation, Setup};
-use super::together;
+use super::memory::Setup;
+use super::near::Near;
 use super::words::{Kernel, Signals, Words};
-use crate::{Deadline, ErrorKind, Group, Link, Queue, Result, TransportError};
+use crate::{Deadline, ErrorKind, Link, Queue, Result, TransportError};
 
 /// How long one step of the trial of words may take.
 const STEP: Duration = Duration::from_secs(3);
 
 /// A way to raise and await words on streams that reaches all ranks. Collective.
 pub(super) fn choose(
-    group: &Group,
+    near: &Near<'_>,
     gpu: &Arc<Gpu>,
     board: &Board,
     signals: Signals,
     deadline: Deadline,
 ) -> Result<Words> {
     let all =
-        |done: &Result<()>| together(group, deadline, done.as_ref().err().map(|e| e.to_string()));
+        |done: &Result<()>| near.together(deadline, done.as_ref().err().map(|e| e.to_string()));
     let kernel = || Kernel::load(gpu).map(Words::Kernel);
     let words = if signals == Signals::Kernel { kernel() } else { Ok(Words::Stream) };
     all(&words.as_ref().map(drop).map_err(Clone::clone))?;
     let words = words?;
-    let why = match try_words(group, gpu, board, &words, deadline) {
+    let why = match try_words(near, gpu, board, &words, deadline) {
         Ok(()) => return Ok(words),
         Err(e) if e.kind() == ErrorKind::Unsupported => e,
         Err(e) => return Err(e),
@@ -39,24 +39,24 @@ pub(super) fn choose(
     let words = if signals == Signals::Auto { kernel() } else { Ok(words) };
     all(&words.as_ref().map(drop).map_err(Clone::clone))?;
     let words = words?;
-    try_words(group, gpu, board, &words, deadline)?;
+    try_words(near, gpu, board, &words, deadline)?;
     Ok(words)
 }
 
 /// Every rank writes a word at every other, then awaits and resets those written here.
 fn try_words(
-    group: &Group,
+    near: &Near<'_>,
     gpu: &Arc<Gpu>,
     board: &Board,
     words: &Words,
     deadline: Deadline,
 ) -> Result<()> {
     const WRITE: &str = "a word written by a stream";
-    let world = group.world();
+    let members = near.members;
     let limit = || Deadline::after(STEP.min(deadline.remaining()));
     let all = |done: Result<()>| {
         // Whatever it was, another way may do better.
-        together(group, deadline, done.err().map(|e| e.to_string()))
+        near.together(deadline, done.err().map(|e| e.to_string()))
     };
     let setup = Setup::new(gpu);
     let stream = |work: &dyn Fn(&Setup) -> Result<()>| {
@@ -65,14 +65,14 @@ fn try_words(
         work(setup)
     };
     all(stream(&|setup| {
-        for peer in 0..world {
+        for &peer in members {
             words.raise(OP, gpu, setup.raw, board.their_trial(peer))?;
         }
         setup.wait(WRITE, limit())
     }))?;
-    all(arrived(board, world, limit()))?;
+    all(arrived(board, members, limit()))?;
     let awaited = stream(&|setup| {
-        let ours = (0..world).map(|source| board.our_trial(source));
+        let ours = members.iter().map(|&source| board.our_trial(source));
         let waits = ours.clone().map(MemOp::wait);
         let clear = if gpu.writes_both() { MemOp::clear_both } else { |at| MemOp::write(at, 0) };
         let mut ops: Vec<MemOp> = waits.chain(ours.map(clear)).collect();
@@ -80,7 +80,7 @@ fn try_words(
             words.submit(OP, gpu, setup.raw, ops)?;
         }
         let done = setup.wait("waits for words that are there", limit());
-        match (0..world).find(|&source| board.tried(source)) {
+        match members.iter().find(|&&source| board.tried(source)) {
             Some(source) if done.is_ok() => {
                 let detail = format!("a stream did not reset the word of rank {source}");
                 Err(TransportError::Unsupported { op: OP, detail })
@@ -96,9 +96,10 @@ fn try_words(
 }
 
 /// Waits, bounded, until the words of all ranks are here.
-fn arrived(board: &Board, world: usize, deadline: Deadline) -> Result<()> {
+fn arrived(board: &Board, members: &[usize], deadline: Deadline) -> Result<()> {
     loop {
-        let Some(absent) = (0..world).find(|&source| !board.tried(source)) else { return Ok(()) };
+        let absent = members.iter().find(|&&source| !board.tried(source));
+        let Some(absent) = absent else { return Ok(()) };
         if deadline.expired() {
             let detail = format!("the word that a stream of rank {absent} wrote did not arrive");
             return Err(TransportError::Unsupported { op: OP, detail });
@@ -110,24 +111,23 @@ fn arrived(board: &Board, world: usize, deadline: Deadline) -> Result<()> {
 impl NvlinkLink {
     /// Zeroes the window, writes a word into everyone's and raises a flag by a stream. After each
     /// step the ranks tell each other how it went: one's problem is everyone's error.
-    pub(super) fn try_out(&self, memory: &Allocation, deadline: Deadline) -> Result<()> {
+    pub(super) fn try_out(&self, near: &Near<'_>, bytes: usize, deadline: Deadline) -> Result<()> {
         let setup = Setup::new(&self.gpu);
-        let step = |done: Result<()>| {
-            together(&self.group, deadline, done.as_ref().err().map(|e| e.to_string()))
-        };
+        let step =
+            |done: Result<()>| near.together(deadline, done.as_ref().err().map(|e| e.to_string()));
         let with = |work: &dyn Fn(&Setup) -> Result<()>| match &setup {
             Ok(setup) => work(setup),
             Err(e) => Err(e.clone()),
         };
-        step(with(&|setup| self.clear(setup, memory.bytes(), deadline)))?;
+        step(with(&|setup| self.clear(setup, bytes, deadline)))?;
         step(with(&|setup| self.write_words(setup, deadline)))?;
-        step(with(&|setup| self.read_words(setup, deadline)))?;
+        step(with(&|setup| self.read_words(setup, near, deadline)))?;
         let words = 8 * self.group.world().min(self.spec.bytes / 8);
         step(with(&|setup| self.clear(setup, words, deadline)))
     }
 
     fn clear(&self, setup: &Setup, bytes: usize, deadline: Deadline) -> Result<()> {
-        setup.zero(self.windows[self.group.rank()].base, bytes)?;
+        setup.zero(self.own(), bytes)?;
         setup.wait("zeroing the window", deadline)
     }
 
@@ -136,8 +136,8 @@ impl NvlinkLink {
         let rank = self.group.rank();
         let mine = word_of(rank);
         if rank < self.spec.bytes / 8 {
-            for window in self.windows.iter() {
-                setup.copy(window.base + 8 * rank as u64, &raw const mine as u64, 8, deadline)?;
+            for window in self.windows.iter().flatten() {
+                setup.copy(window.base() + 8 * rank as u64, &raw const mine as u64, 8, deadline)?;
             }
         }
         if self.spec.flags > 0 {
@@ -150,11 +150,10 @@ impl NvlinkLink {
         Ok(())
     }
 
-    fn read_words(&self, setup: &Setup, deadline: Deadline) -> Result<()> {
-        let own = &self.windows[self.group.rank()];
-        for peer in (0..self.group.world()).filter(|&peer| peer < self.spec.bytes / 8) {
+    fn read_words(&self, setup: &Setup, near: &Near<'_>, deadline: Deadline) -> Result<()> {
+        for &peer in near.members.iter().filter(|&&peer| peer < self.spec.bytes / 8) {
             let mut seen = 0u64;
-            setup.copy(&raw mut seen as u64, own.base + 8 * peer as u64, 8, deadline)?;
+            setup.copy(&raw mut seen as u64, self.own() + 8 * peer as u64, 8, deadline)?;
             if seen != word_of(peer) {
                 let rank = self.group.rank();
                 let detail =

@@ -1,8 +1,8 @@
 //! Waits on streams end: a thread that looks at flags and releases them when their time is over or
 //! the group has failed. It makes no call of the driver.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
@@ -13,6 +13,10 @@ use crate::{Group, TransportError};
 /// How often flags are looked at, while they are released and otherwise.
 const RELEASING: Duration = Duration::from_millis(1);
 const LOOKING: Duration = Duration::from_millis(5);
+
+/// How often a wait looks again after the news that a peer has gone, where its last words may have come
+/// and not been told yet.
+pub(super) const LOOKS: u32 = 3;
 
 /// Who is absent from a wait, with what marks it.
 type Absent = Vec<(usize, u32)>;
@@ -75,11 +79,21 @@ impl Waits {
     }
 }
 
+/// Waits, bounded, until what has come from ranks that raise no flags themselves has been told.
+pub(super) struct Settle(OnceLock<Box<dyn Fn() + Send + Sync>>);
+
+impl std::fmt::Debug for Settle {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Settle")
+    }
+}
+
 /// What the thread shares with its link.
 #[derive(Debug)]
 pub(super) struct Shared {
     pub board: Board,
     pub waits: Waits,
+    late: Settle,
     stop: AtomicBool,
     news: AtomicBool,
     lock: Mutex<()>,
@@ -98,6 +112,7 @@ impl Watchdog {
         let shared = Arc::new(Shared {
             board,
             waits,
+            late: Settle(OnceLock::new()),
             stop: AtomicBool::new(false),
             news: AtomicBool::new(false),
             lock: Mutex::new(()),
@@ -128,9 +143,7 @@ impl Shared {
                 if let Some(error) = &stuck {
                     group.report(error);
                 }
-                let health = group.health();
-                poisoned = stuck.is_some()
-                    || health.check_waiting("a wait on a stream", &self.waited_for()).is_err();
+                poisoned = stuck.is_some() || self.bad_news(group);
                 if poisoned {
                     self.board.poison();
                 }
@@ -145,6 +158,34 @@ impl Shared {
                 self.bell.wait_for(&mut guard, slice);
             }
         }
+    }
+
+    /// Whether waits on streams cannot end. A peer may have left once its last words had arrived.
+    fn bad_news(&self, group: &Group) -> bool {
+        const OP: &str = "a wait on a stream";
+        let health = group.health();
+        let stuck = || health.check_waiting(OP, &self.waited_for()).is_err();
+        let mut looks = LOOKS;
+        while stuck() {
+            if looks == 0 || health.check(OP).is_err() || !self.settle() {
+                return true;
+            }
+            looks -= 1;
+        }
+        false
+    }
+
+    /// How what has come is told, for links of which some ranks raise no flags themselves.
+    #[cfg(feature = "rdma")]
+    pub fn settle_by(&self, settle: impl Fn() + Send + Sync + 'static) {
+        // Once, when a link is made.
+        let _ = self.late.0.set(Box::new(settle));
+    }
+
+    /// Waits, bounded, until what has come has been told; false if everyone tells by himself.
+    pub fn settle(&self) -> bool {
+        let late = self.late.0.get();
+        late.inspect(|settle| settle()).is_some()
     }
 
     /// Peers that some stream is waiting for now.

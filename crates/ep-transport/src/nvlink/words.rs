@@ -179,6 +179,24 @@ impl Words {
         }
     }
 
+    /// Writes a mark, after everything before on the stream.
+    #[cfg(feature = "rdma")]
+    pub fn write(
+        &self,
+        op: &'static str,
+        gpu: &Gpu,
+        stream: CUstream,
+        (at, mark): (u64, u32),
+    ) -> Result<()> {
+        match self {
+            // SAFETY: as `raise`.
+            Self::Stream => gpu.check(op, "cuStreamWriteValue32", unsafe {
+                (gpu.driver.write_value)(stream, at, mark, 0)
+            }),
+            Self::Kernel(kernel) => kernel.launch(op, stream, &[MemOp::write(at, mark.into())]),
+        }
+    }
+
     /// Submits operations, in order.
     pub fn submit(
         &self,

@@ -97,6 +97,12 @@ impl ProcessTransport {
     }
 }
 
+/// Memory like that of windows which nobody shares.
+#[cfg(all(feature = "rdma", feature = "cuda"))]
+pub(crate) fn private_memfd(bytes: usize) -> Result<Arc<dyn Region>> {
+    Memfd::create(bytes)?.map()
+}
+
 /// Makes this rank's memory and maps everyone's.
 pub(crate) fn share_memfd(
     group: &Group,

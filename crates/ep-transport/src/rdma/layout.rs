@@ -43,6 +43,12 @@ impl Layout {
         Ok(Self { blocks, nics, bytes: bytes.next_multiple_of(4096) })
     }
 
+    /// Where windows are on GPUs: what is behind them begins at [`Layout::words`], in memory of its own.
+    #[cfg(feature = "cuda")]
+    pub(super) fn apart(spec: WindowSpec, world: usize, nics: usize) -> Result<Self> {
+        Self::new(WindowSpec { flags: 0, ..spec }, world, nics)
+    }
+
     /// Where that begins which is behind window and flags, and is the NICs' alone.
     #[cfg(feature = "cuda")]
     pub(super) fn words(&self) -> usize {
@@ -77,14 +83,25 @@ impl Layout {
 /// The words of this rank's region that the device reads or writes. Everything is accessed as
 /// atomics, since the device may be writing.
 #[derive(Clone, Debug)]
-pub(super) struct Words(pub Arc<dyn Region>);
+pub(super) struct Words {
+    region: Arc<dyn Region>,
+    /// What the region begins with.
+    from: usize,
+}
 
 impl Words {
+    /// In a region that begins `from` bytes into what the rank has.
+    pub(super) fn behind(region: Arc<dyn Region>, from: usize) -> Self {
+        Self { region, from }
+    }
+
     fn word(&self, at: usize) -> &AtomicU32 {
-        assert!(at.is_multiple_of(4) && at + 4 <= self.0.bytes(), "a word at {at}");
+        let at = at.wrapping_sub(self.from);
+        let inside = at.checked_add(4).is_some_and(|end| end <= self.region.bytes());
+        assert!(at.is_multiple_of(4) && inside, "a word at {at}");
         // SAFETY: inside the region, which is aligned to a page and stays mapped while it is held;
         // these bytes are accessed as atomics only.
-        unsafe { AtomicU32::from_ptr(self.0.base().as_ptr().add(at).cast()) }
+        unsafe { AtomicU32::from_ptr(self.region.base().as_ptr().add(at).cast()) }
     }
 
     /// A record whose immediate has arrived.

@@ -1,33 +1,17 @@
-//! The link: commands to the proxies for bulk peers, plain stores for those of the node.
+//! The link of a rank whose window is in host memory.
 
-use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::thread::JoinHandle;
 
-use ep_topology::Host;
-use parking_lot::Mutex;
-use rustix::event::{EventfdFlags, eventfd};
-
-use super::OP;
+use super::core::{Core, Wired};
 use super::device::Device;
 use super::layout::{Layout, Words};
 use super::nodes::Nodes;
 use super::options::Options;
-use super::proxy::{Proxy, Setup};
-use super::sender::Limits;
-use super::shared::{Order, Shared};
-use super::window::{self, Window};
 use crate::flags::FlagBoard;
 use crate::host_link::{self, Region};
-use crate::rdma_plan::{RING, SEND_QUEUE};
-use crate::ring::{Producer, Ring};
 use crate::{
-    Deadline, Group, Link, Mapping, Memory, Put, Queue, Reach, Result, TransportError, WindowSpec,
+    Deadline, Group, Link, Mapping, Put, Queue, Reach, Result, TransportError, WindowSpec,
 };
-
-/// How long a put or signal may wait for room in the ring.
-const PATIENCE: std::time::Duration = crate::DEFAULT_TIMEOUT;
 
 /// How often a wait looks again after the news that a peer has gone.
 const LOOKS: u32 = 3;
@@ -40,30 +24,17 @@ pub(super) struct Opened {
     pub layout: Layout,
     /// Those of the node's ranks, by rank.
     pub regions: Vec<Option<Arc<dyn Region>>>,
-    pub window: Window,
     pub nodes: Nodes,
 }
 
-/// One NIC's side of the link.
-struct Nic {
-    commands: Producer,
-    /// Commands pushed.
-    pushed: AtomicU64,
-    bell: Arc<OwnedFd>,
-}
-
 pub(super) struct RdmaLink {
+    // The first to go: its proxies raise flags and read windows.
+    core: Core,
     group: Group,
     spec: WindowSpec,
     regions: Vec<Option<Arc<dyn Region>>>,
-    own: Window,
     boards: Vec<Option<FlagBoard>>,
-    shared: Arc<Shared>,
-    nics: Vec<Nic>,
-    /// Which NIC gets the first part of the next large put.
-    turn: AtomicUsize,
-    stripe: usize,
-    threads: Mutex<Vec<JoinHandle<()>>>,
+    own: FlagBoard,
     /// Makes this rank's waits look at the group's health when there is news.
     _bell: Arc<dyn Fn() + Send + Sync>,
 }
@@ -72,7 +43,7 @@ impl std::fmt::Debug for RdmaLink {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let mut out = f.debug_struct("RdmaLink");
         out.field("rank", &self.group.rank()).field("world", &self.group.world());
-        out.field("spec", &self.spec).field("nics", &self.nics.len()).finish_non_exhaustive()
+        out.field("spec", &self.spec).field("core", &self.core).finish_non_exhaustive()
     }
 }
 
@@ -83,7 +54,7 @@ impl RdmaLink {
         devices: Vec<(D, Vec<u32>)>,
         options: &Options,
     ) -> Result<Arc<Self>> {
-        let Opened { group, spec, layout, regions, window, nodes } = opened;
+        let Opened { group, spec, layout, regions, nodes } = opened;
         let (rank, world) = (group.rank(), group.world());
         let offset = host_link::board_offset(spec).expect("checked with the layout");
         let board = |region: &Option<Arc<dyn Region>>| {
@@ -92,175 +63,41 @@ impl RdmaLink {
         };
         let boards = regions.iter().map(board).collect::<Result<Vec<_>>>()?;
         let own = boards[rank].clone().expect("a rank has a window");
-        let words = Words(regions[rank].clone().expect("a rank has a window"));
-        let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        // Each rank of the host has a thread that waits and one per NIC that polls.
-        let spin = nodes.on_host() * (1 + devices.len()) <= cores;
+        let words = Words::behind(regions[rank].clone().expect("a rank has a window"), 0);
         let waits = own.clone();
         let bell: Arc<dyn Fn() + Send + Sync> = Arc::new(move || waits.ring());
         group.health().watch(Arc::downgrade(&bell));
-        let shared = Shared::new(group.clone(), own, layout, words, devices.len(), spin);
-        let mut link = Self {
-            group,
-            spec,
-            regions,
-            own: window,
-            boards,
-            shared,
-            nics: Vec::new(),
-            turn: AtomicUsize::new(rank),
-            stripe: options.stripe,
-            threads: Mutex::new(Vec::new()),
-            _bell: bell,
-        };
-        for (nic, (device, cores)) in devices.into_iter().enumerate() {
-            link.add(nic, device, cores, &nodes, options)?;
-        }
-        Ok(Arc::new(link))
-    }
-
-    fn add<D: Device + 'static>(
-        &mut self,
-        nic: usize,
-        device: D,
-        cores: Vec<u32>,
-        nodes: &Nodes,
-        options: &Options,
-    ) -> Result<()> {
-        let os = |what: &str, e| TransportError::os(OP, what, e);
-        let bell = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
-        let bell = Arc::new(bell.map_err(|e| os("making an eventfd", e))?);
-        let rung = bell.clone();
-        let (commands, consumer) = Ring::new(RING)?.split(Arc::new(move || ring(&rung)));
-        let setup = Setup {
-            nic,
-            limits: Limits {
-                depth: options.depth as u32,
-                send_queue: SEND_QUEUE,
-                queue_pairs: options.queue_pairs,
-                piece: options.piece,
-                stripe: options.stripe,
-            },
-            in_flight: options.in_flight,
-            busy: options.busy,
-            drain: options.drain,
-            grace: options.grace(),
-        };
-        let (shared, bulk) = (self.shared.clone(), nodes.bulk());
-        let proxy = Proxy::new(setup, device, consumer, bell.clone(), shared, bulk);
-        let name = format!("ep-rdma-{}.{nic}", self.group.rank());
-        let work = move || {
-            bind(&cores);
-            proxy.run();
-        };
-        let thread = std::thread::Builder::new().name(name).spawn(work).map_err(|e| {
-            let code = e.raw_os_error().unwrap_or(libc::EAGAIN);
-            let detail = "starting a proxy".into();
-            TransportError::Os { op: OP, peer: None, code, detail }
-        })?;
-        self.threads.get_mut().push(thread);
-        self.nics.push(Nic { commands, pushed: AtomicU64::new(0), bell });
-        Ok(())
+        let raised = own.clone();
+        let flags = (spec.flags, Box::new(move |flag, source| raised.set(flag, source)) as _);
+        let wired = Wired { group: group.clone(), layout, words, nodes };
+        let core = Core::start(wired, flags, devices, options)?;
+        Ok(Arc::new(Self { core, group, spec, regions, boards, own, _bell: bell }))
     }
 
     fn mapped(&self, rank: usize) -> Option<Mapping> {
         let region = self.regions[rank].as_ref()?;
-        // Those who have windows on GPUs map nobody else's.
-        let base = self.own.base().unwrap_or_else(|| region.base());
-        Some(Mapping { base, bytes: self.spec.bytes })
-    }
-
-    fn push(&self, nic: usize, op: &'static str, order: Order) -> Result<()> {
-        let deadline = Deadline::after(PATIENCE);
-        let check = || self.shared.check().and_then(|()| self.group.health().check(op));
-        let nic = &self.nics[nic];
-        let ticket = nic.commands.push(op, order.encode(), deadline, check)?;
-        nic.pushed.fetch_max(ticket + 1, Ordering::AcqRel);
-        Ok(())
-    }
-
-    /// Divides a put among the NICs, if it is worth it.
-    fn put_bulk(&self, put: Put) -> Result<()> {
-        let Put { peer, from, to, bytes } = put;
-        let count = self.nics.len();
-        let share = bytes.div_ceil(count).next_multiple_of(4096).max(self.stripe);
-        let first = match bytes <= share {
-            true => of_small(to, self.stripe, self.group.rank() + peer),
-            false => self.turn.fetch_add(1, Ordering::Relaxed),
-        };
-        let mut done = 0;
-        for i in 0.. {
-            let bytes = share.min(bytes - done);
-            if bytes == 0 {
-                break;
-            }
-            let order = Order::Put { peer, from: from + done, to: to + done, bytes };
-            self.push((first + i) % count, "put", order)?;
-            done += bytes;
-        }
-        Ok(())
+        Some(Mapping { base: region.base(), bytes: self.spec.bytes })
     }
 }
 
-/// The number, before it is reduced to those there are, of the NIC for a put to `to` that is not worth
-/// dividing. Neighbours go the same way, so that a proxy makes one write of them; what is farther
-/// apart, and what goes to others, may go another.
-fn of_small(to: usize, stripe: usize, pair: usize) -> usize {
-    (to / stripe.max(1)).wrapping_add(pair)
-}
-
-fn ring(bell: &OwnedFd) {
-    // It cannot block: a full counter rings as well.
-    let _ = rustix::io::write(bell, &1u64.to_ne_bytes());
-}
-
-/// Binds the calling thread to `cores`, if there are any and the system lets it.
-fn bind(cores: &[u32]) {
-    let mut set = rustix::thread::CpuSet::new();
-    let fits = |core: &&u32| (**core as usize) < rustix::thread::CpuSet::MAX_CPU;
-    cores.iter().filter(fits).for_each(|&core| set.set(core as usize));
-    if set.count() > 0
-        && let Err(e) = rustix::thread::sched_setaffinity(None, &set)
-    {
-        tracing::warn!("a proxy is not bound to the cores near its NIC: {e}");
+/// Fails for queues other than the host's: windows are not on a GPU.
+fn on_host(op: &'static str, queue: &Queue) -> Result<()> {
+    if queue.is_host() {
+        return Ok(());
     }
-}
-
-/// The cores near a NIC that this process may use.
-pub(super) fn cores_near(host: &Host, numa_node: Option<u32>) -> Vec<u32> {
-    numa_node.map_or(Vec::new(), |node| {
-        let allowed = rustix::thread::sched_getaffinity(None).ok();
-        let may = |core: &u32| allowed.as_ref().is_some_and(|set| set.is_set(*core as usize));
-        host.node_cpus(node).iter().filter(may).collect()
-    })
-}
-
-impl Drop for RdmaLink {
-    fn drop(&mut self) {
-        self.shared.stopping.store(true, Ordering::Release);
-        self.nics.iter().for_each(|nic| ring(&nic.bell));
-        for thread in self.threads.get_mut().drain(..) {
-            // A proxy that panicked has left its rank's flags as they were; there is nobody to tell.
-            let _ = thread.join();
-        }
-    }
+    let detail = "windows in host memory take the host queue: for streams ask for windows on a GPU \
+                  (RdmaTransport::cuda)";
+    Err(TransportError::Unsupported { op, detail: detail.into() })
 }
 
 // SAFETY: a mapping is of this rank's region or a mapped peer's, which `self` holds and which are as
-// long as the layout, which holds the window; or of a window on a GPU, whose allocation, or locked pages
-// of this rank's region, `self.own` holds: it was made for `spec.bytes`, and who has such a one maps no
-// peer's. Ranks are partitioned into nodes by what they all said, so that either both of two map
-// each other or none does. Order: a proxy counts every write of an epoch before it raises the flag
-// that ends it, and `FlagBoard` does the rest, except that a GPU may not see what its NIC has reported
-// as written: `wait` flushes that, behind the flag, before it returns; puts and signals to one peer go through each ring in
-// the order of the calls, and a signal goes through all of them.
+// long as the layout, which holds the window. Ranks are partitioned into nodes by what they all said,
+// so that either both of two map each other or none does. Order: a proxy counts every write of an epoch
+// before it raises the flag that ends it, and `FlagBoard` does the rest; puts and signals to one peer go
+// through each ring in the order of the calls, and a signal goes through all of them.
 unsafe impl Link for RdmaLink {
     fn window(&self) -> Mapping {
         self.mapped(self.group.rank()).expect("a rank has a window")
-    }
-
-    fn memory(&self) -> Memory {
-        self.own.memory()
     }
 
     fn reach(&self, peer: usize) -> Reach {
@@ -268,38 +105,31 @@ unsafe impl Link for RdmaLink {
     }
 
     fn put(&self, queue: &Queue, put: Put) -> Result<()> {
-        window::on_host("put", queue)?;
+        on_host("put", queue)?;
         host_link::check_put(&put, self.group.world(), self.spec)?;
-        let Some(theirs) = self.mapped(put.peer) else {
-            self.shared.check()?;
-            return self.put_bulk(put);
-        };
+        let Some(theirs) = self.mapped(put.peer) else { return self.core.put(put) };
         let (from, to) = (self.window().base.as_ptr(), theirs.base.as_ptr());
         // SAFETY: both ranges were just checked to lie in windows that stay mapped while `self`
-        // holds their regions. That no other rank writes them meanwhile is the protocol's promise
-        // to itself.
-        unsafe { self.own.copy(from.add(put.from), to.add(put.to), put.bytes) }
+        // holds their regions; they may overlap, which `copy` allows. That no other rank writes them
+        // meanwhile is the protocol's promise to itself.
+        unsafe { std::ptr::copy(from.add(put.from), to.add(put.to), put.bytes) };
+        Ok(())
     }
 
     fn flush(&self, queue: &Queue, deadline: Deadline) -> Result<()> {
-        window::on_host("flush", queue)?;
-        let pushed: Vec<u64> =
-            self.nics.iter().map(|nic| nic.pushed.load(Ordering::Acquire)).collect();
-        self.shared.wait_retired("flush", &pushed, deadline)
+        on_host("flush", queue)?;
+        self.core.flush(deadline)
     }
 
     fn signal(&self, queue: &Queue, peer: usize, flag: u32) -> Result<()> {
-        window::on_host("signal", queue)?;
+        on_host("signal", queue)?;
         host_link::check_rank("signal", peer, self.group.world())?;
         host_link::check_flag("signal", flag, self.spec)?;
         if let Some(board) = &self.boards[peer] {
             board.set(flag, self.group.rank());
             return Ok(());
         }
-        self.shared.check()?;
-        let parts = self.nics.len() as u32;
-        let order = Order::Signal { peer, flag, parts };
-        (0..self.nics.len()).try_for_each(|nic| self.push(nic, "signal", order))
+        self.core.signal(peer, flag)
     }
 
     fn wait(
@@ -310,7 +140,7 @@ unsafe impl Link for RdmaLink {
         flag: u32,
         deadline: Deadline,
     ) -> Result<()> {
-        window::on_host(op, queue)?;
+        on_host(op, queue)?;
         host_link::check_flag(op, flag, self.spec)?;
         peers.iter().try_for_each(|&p| host_link::check_rank(op, p, self.group.world()))?;
         // A peer may leave as soon as its NIC knows its last words delivered, which is before this
@@ -320,75 +150,14 @@ unsafe impl Link for RdmaLink {
             let again = looks > 0;
             if again {
                 looks -= 1;
-                self.shared.settle(|| self.nics.iter().for_each(|nic| ring(&nic.bell)));
+                self.core.settle();
             }
             again
         };
-        let health = self.group.health();
-        self.shared.board.wait_until(op, flag, peers, deadline, health, settle)?;
-        self.own.arrived()
+        self.own.wait_until(op, flag, peers, deadline, self.group.health(), settle)
     }
 
     fn ready(&self, peers: &[usize], flag: u32) -> bool {
-        host_link::ready(&self.shared.board, &self.group, peers, flag)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use proptest::prelude::*;
-
-    use super::super::sender::{Limits, Peer, What};
-    use super::*;
-
-    proptest! {
-        #![proptest_config(ProptestConfig::with_cases(100))]
-
-        /// Of adjacent small puts each NIC makes one write per stretch that is its own, and together
-        /// they write every byte once.
-        #[test]
-        fn adjacent_blocks_merge_on_every_nic(
-            blocks in prop::collection::vec(1usize..3_000, 1..200),
-            nics in 1usize..5,
-            pair in 0usize..100,
-            start in 0usize..100_000,
-        ) {
-            const STRIPE: usize = 16_384;
-            let limits = Limits {
-                depth: 4096,
-                send_queue: 4096,
-                queue_pairs: 1,
-                piece: 1 << 20,
-                stripe: STRIPE,
-            };
-            let mut peers: Vec<Peer> = (0..nics).map(|_| Peer::new(limits)).collect();
-            let mut to = start;
-            for (ticket, &bytes) in blocks.iter().enumerate() {
-                let nic = of_small(to, STRIPE, pair) % nics;
-                peers[nic].push_put(to + 7, to, bytes, ticket as u64);
-                to += bytes;
-            }
-            let mut writes: Vec<(usize, usize)> = Vec::new();
-            for peer in &mut peers {
-                while let Some((post, ..)) = peer.next(usize::MAX) {
-                    let What::Bytes { from, to, bytes } = post.what else { unreachable!() };
-                    prop_assert_eq!(from, to + 7);
-                    writes.push((to, bytes));
-                }
-            }
-            writes.sort_unstable();
-            prop_assert!(writes.windows(2).all(|two| two[0].0 + two[0].1 == two[1].0));
-            prop_assert_eq!(writes[0].0, start);
-            prop_assert_eq!(writes.iter().map(|write| write.1).sum::<usize>(), to - start);
-            // Where there is more than one NIC, a write for each stripe that a block starts in.
-            let most = if nics == 1 { 1 } else { to / STRIPE - start / STRIPE + 1 };
-            prop_assert!(writes.len() <= most, "{} writes of {} blocks", writes.len(), blocks.len());
-        }
-    }
-
-    #[test]
-    fn small_puts_go_to_all_nics() {
-        let of = |to, pair| of_small(to, 4096, pair) % 2;
-        assert_eq!([of(0, 3), of(4095, 3), of(4096, 3), of(0, 4)], [1, 1, 0, 0]);
+        host_link::ready(&self.own, &self.group, peers, flag)
     }
 }

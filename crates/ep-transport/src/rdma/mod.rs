@@ -6,6 +6,7 @@
 
 mod areas;
 mod arrivals;
+mod core;
 mod device;
 mod endpoint;
 mod events;
@@ -18,6 +19,8 @@ mod link;
 #[cfg(test)]
 mod mock;
 mod nodes;
+#[cfg(all(test, feature = "cuda"))]
+mod on_gpus;
 mod options;
 mod pair;
 #[cfg(test)]
@@ -31,7 +34,6 @@ mod tickets;
 #[cfg(test)]
 mod trouble;
 mod verbs;
-mod window;
 
 use std::path::Path;
 use std::sync::Arc;
@@ -39,8 +41,7 @@ use std::sync::Arc;
 use ep_topology::Host;
 use serde::{Deserialize, Serialize};
 
-use crate::host_link::Region;
-use crate::{Deadline, Group, Link, Memory, Result, Transport, TransportError, WindowSpec};
+use crate::{Deadline, Group, Link, Result, Transport, TransportError, WindowSpec};
 use areas::{Refused, Source};
 use device::Device;
 use endpoint::{Card, Endpoint};
@@ -49,12 +50,14 @@ use link::{Opened, RdmaLink};
 use nodes::Nodes;
 use options::{Chosen, Options};
 use verbs::Context;
-use window::Window;
 
 const OP: &str = "open";
 
 /// A NIC that is open, and the cores near it.
 type OpenNic = (Arc<Context>, Chosen, Vec<u32>);
+
+/// NICs that know a rank's memory, each with the cores near it.
+type Endpoints = Vec<(Endpoint, Vec<u32>)>;
 
 /// The transport between hosts: ranks of one host map each other's windows, those of others are
 /// reached by RDMA writes over reliably connected queue pairs (InfiniBand, RoCE).
@@ -135,15 +138,18 @@ settings! {
 
 #[cfg(feature = "cuda")]
 settings! {
-    /// Windows are on the GPU with this ordinal among those the process sees, on all ranks. Then no
-    /// two ranks map each other's windows, not even on one host, and operations take the host queue.
-    /// So such a link is one to put, signal and wait over; no layer can be built on it yet, on host or
-    /// GPU, as those of GPUs signal and wait on streams.
+    /// Windows are on the GPU with this ordinal among those the process sees, on all ranks, and
+    /// operations take its streams. Ranks of one node map each other's windows as over NVLink
+    /// ([`NvlinkTransport`](crate::NvlinkTransport)) and may share GPUs; ranks of different nodes may not.
     ///
     /// The NICs reach the GPU's memory through a dma-buf (`cuMemGetHandleForAddressRange`,
     /// `ibv_reg_dmabuf_mr`) where driver and NIC have that, and the host makes the GPU see what
-    /// arrived (`cuFlushGPUDirectRDMAWrites`) where it would not by itself. Elsewhere windows are in
-    /// page-locked memory of the host that the GPU has mapped, and a warning says why.
+    /// arrived (`cuFlushGPUDirectRDMAWrites`) where it would not by itself. Elsewhere the windows of a
+    /// node are in page-locked memory of the host that its GPUs have mapped, and a warning says why.
+    ///
+    /// What a stream puts or signals to other nodes a thread of the link takes to the NICs once the stream
+    /// has come to it, so that it cannot be captured into graphs. At most 64 streams have such under way
+    /// at once.
     cuda: usize => |o, ordinal| o.memory = crate::Memory::Cuda { ordinal };
 }
 
@@ -172,12 +178,25 @@ impl Transport for RdmaTransport {
     }
 
     fn open(&self, group: &Group, spec: WindowSpec, deadline: Deadline) -> Result<Arc<dyn Link>> {
+        #[cfg(feature = "cuda")]
+        if let crate::Memory::Cuda { ordinal } = self.options.memory {
+            return Ok(self.open_on_gpu(group, spec, ordinal, deadline)?);
+        }
         Ok(self.open_on(group, spec, deadline, |endpoint| endpoint)?)
     }
 }
 
 impl RdmaTransport {
-    /// Opens windows whose proxies work on what `device` makes of each connected NIC.
+    /// What all ranks have to agree on, and who is where. A collective.
+    fn meet(&self, group: &Group, spec: WindowSpec, deadline: Deadline) -> Result<Nodes> {
+        spec.agree(group, self.name(), deadline)?;
+        // A rank whose options are wrong must not leave the others waiting.
+        together(group, self.options.check(), |()| Vec::new(), deadline)?;
+        group.agree(OP, &self.options.shared(), deadline)?;
+        Nodes::meet(group, self.options.node, deadline)
+    }
+
+    /// Opens windows in host memory whose proxies work on what `device` makes of each connected NIC.
     fn open_on<D: Device + 'static>(
         &self,
         group: &Group,
@@ -185,37 +204,19 @@ impl RdmaTransport {
         deadline: Deadline,
         device: impl Fn(Endpoint) -> D,
     ) -> Result<Arc<RdmaLink>> {
-        spec.agree(group, self.name(), deadline)?;
-        // A rank whose options are wrong must not leave the others waiting.
-        together(group, self.options.check(), |()| Vec::new(), deadline)?;
-        group.agree(OP, &self.options.shared(), deadline)?;
-        let nodes = Nodes::meet(group, self.options.node, deadline)?;
-        let nodes = if self.options.memory == Memory::Host { nodes } else { nodes.apart() };
+        let nodes = self.meet(group, spec, deadline)?;
         let layout = Layout::new(spec, group.world(), self.options.nics)?;
         let regions = nodes.share(group, layout.bytes, deadline);
         let prepared = regions.and_then(|regions| {
-            let own = regions[group.rank()].clone().expect("a rank has a window");
-            // First what has nothing to do with where the window is.
             let nics = self.open_nics(&nodes)?;
-            let register = |memory: &[(usize, Source)]| {
-                let (bulk, options) = ((nodes.bulk(), group.world()), &self.options);
-                let on = |(context, chosen, cores): &OpenNic| {
-                    let opened = Endpoint::on(context.clone(), chosen, memory, bulk, options)?;
-                    Ok((opened, cores.clone()))
-                };
-                nics.iter().map(on).collect::<Result<Vec<_>, Refused>>()
-            };
-            let (window, endpoints) = self.place((spec, layout), own, register)?;
-            Ok((regions, window, endpoints))
+            let region = regions[group.rank()].clone().expect("a rank has a window");
+            let memory = [(0, Source::Pages { region, from: 0 })];
+            Ok((regions, self.register(&nics, &nodes, group.world(), &memory)?))
         });
-        let card = |endpoint: &(Endpoint, Vec<u32>)| endpoint.0.card(&self.options);
-        let cards = |(_, _, endpoints): &(_, _, Vec<_>)| -> Vec<u8> {
-            let cards: Vec<Card> = endpoints.iter().map(card).collect();
-            postcard::to_stdvec(&cards).expect("plain data")
-        };
-        let ((regions, window, mut endpoints), all) = together(group, prepared, cards, deadline)?;
+        let cards = |(_, endpoints): &(_, Endpoints)| self.cards(endpoints);
+        let ((regions, mut endpoints), all) = together(group, prepared, cards, deadline)?;
         let connected = self.connect(group.rank(), &nodes, &mut endpoints, &all);
-        let opened = Opened { group: group.clone(), spec, layout, regions, window, nodes };
+        let opened = Opened { group: group.clone(), spec, layout, regions, nodes };
         let devices = endpoints.into_iter().map(|(endpoint, cores)| (device(endpoint), cores));
         let started =
             connected.and_then(|()| RdmaLink::start(opened, devices.collect(), &self.options));
@@ -224,22 +225,45 @@ impl RdmaTransport {
         Ok(link)
     }
 
-    /// Puts this rank's window where it is to be, which `open` makes known to its NICs.
-    fn place<T>(
+    /// Opens windows on GPUs.
+    #[cfg(feature = "cuda")]
+    fn open_on_gpu(
         &self,
-        (spec, layout): (WindowSpec, Layout),
-        own: Arc<dyn Region>,
-        open: impl Fn(&[(usize, Source)]) -> Result<T, Refused>,
-    ) -> Result<(Window, T)> {
-        #[cfg(feature = "cuda")]
-        if let Memory::Cuda { ordinal } = self.options.memory {
-            let gpu = gpu::Gpu::open(gpu::Driver::get()?, ordinal)?;
-            let (window, opened) = gpu::place(&gpu, (&own, layout.words()), spec.bytes, open)?;
-            return Ok((Window { gpu: Some(window) }, opened));
-        }
-        let _ = (spec, layout);
-        let opened = open(&[(0, Source::Pages { region: own, from: 0 })])?;
-        Ok((Window::default(), opened))
+        group: &Group,
+        spec: WindowSpec,
+        ordinal: usize,
+        deadline: Deadline,
+    ) -> Result<Arc<gpu::GpuLink>> {
+        let nodes = self.meet(group, spec, deadline)?;
+        let nics = self.open_nics(&nodes).map(|nics| {
+            let nodes = nodes.clone();
+            Verbs { transport: self, group, nodes, nics, deadline }
+        });
+        let options = &self.options;
+        gpu::open(gpu::Opening { group, spec, nodes, options, ordinal, deadline }, nics)
+    }
+
+    /// Makes memory known to the NICs, each with the offset at which it begins.
+    fn register(
+        &self,
+        nics: &[OpenNic],
+        nodes: &Nodes,
+        world: usize,
+        memory: &[(usize, Source)],
+    ) -> Result<Endpoints, Refused> {
+        let on = |(context, chosen, cores): &OpenNic| {
+            let bulk = (nodes.bulk(), world);
+            let opened = Endpoint::on(context.clone(), chosen, memory, bulk, &self.options)?;
+            Ok((opened, cores.clone()))
+        };
+        nics.iter().map(on).collect()
+    }
+
+    /// What other ranks have to know of this rank's NICs.
+    fn cards(&self, endpoints: &Endpoints) -> Vec<u8> {
+        let card = |endpoint: &(Endpoint, Vec<u32>)| endpoint.0.card(&self.options);
+        let cards: Vec<Card> = endpoints.iter().map(card).collect();
+        postcard::to_stdvec(&cards).expect("plain data")
     }
 
     /// Chooses and opens this rank's NICs, each with the cores near it.
@@ -251,7 +275,7 @@ impl RdmaTransport {
         let chosen = options::choose(&host.nics, &self.options, nodes.local())?;
         let open = |one: Chosen| {
             let cores =
-                if self.options.pin { link::cores_near(&host, one.numa_node) } else { Vec::new() };
+                if self.options.pin { core::cores_near(&host, one.numa_node) } else { Vec::new() };
             Ok((Context::open(&one.device)?, one, cores))
         };
         chosen.into_iter().map(open).collect()
@@ -275,6 +299,35 @@ impl RdmaTransport {
             }
         }
         Ok(())
+    }
+}
+
+/// The NICs of a rank whose window a GPU has.
+#[cfg(feature = "cuda")]
+struct Verbs<'a> {
+    transport: &'a RdmaTransport,
+    group: &'a Group,
+    nodes: Nodes,
+    nics: Vec<OpenNic>,
+    deadline: Deadline,
+}
+
+#[cfg(feature = "cuda")]
+impl gpu::Nics for Verbs<'_> {
+    type Wired = Endpoints;
+    type Device = Endpoint;
+
+    fn register(&self, memory: &[(usize, Source)]) -> Result<Endpoints, Refused> {
+        self.transport.register(&self.nics, &self.nodes, self.group.world(), memory)
+    }
+
+    fn connect(self, mut endpoints: Endpoints) -> Result<Endpoints> {
+        let cards = self.transport.cards(&endpoints);
+        let all = self.group.all_gather_within(OP, &cards, self.deadline)?;
+        let rank = self.group.rank();
+        let connected = self.transport.connect(rank, &self.nodes, &mut endpoints, &all);
+        together(self.group, connected, |()| Vec::new(), self.deadline)?;
+        Ok(endpoints)
     }
 }
 

@@ -23,7 +23,7 @@ impl Place {
 }
 
 /// The ranks' nodes, as seen by one rank.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct Nodes {
     /// The first rank of each rank's node.
     heads: Vec<usize>,
@@ -68,13 +68,6 @@ impl Nodes {
         Self { heads, members, bulk, on_host: beside.len(), local, rank }
     }
 
-    /// The same, but that no rank maps another's memory.
-    pub(super) fn apart(self) -> Self {
-        let heads: Vec<usize> = (0..self.heads.len()).collect();
-        let bulk = heads.iter().copied().filter(|&peer| peer != self.rank).collect();
-        Self { heads, members: vec![self.rank], bulk, ..self }
-    }
-
     /// The peers on other nodes.
     pub(super) fn bulk(&self) -> &[usize] {
         &self.bulk
@@ -97,18 +90,48 @@ impl Nodes {
         bytes: usize,
         deadline: Deadline,
     ) -> Result<Vec<Option<Arc<dyn Region>>>> {
-        let node = group.split(self.heads[self.rank] as u32, self.rank as i64)?;
-        let shared = process::share_memfd(&node, bytes, deadline);
-        let shared = shared.map_err(|error| match error.peer() {
-            // Ranks are numbered within the node there.
-            Some(peer) => theirs(self.members[peer], super::problem(&error)),
-            None => error,
-        })?;
+        let near = self.near(group)?;
+        let shared = self.share_in(&near, bytes, deadline)?;
         let mut regions = vec![None; group.world()];
         for (&rank, region) in self.members.iter().zip(shared) {
             regions[rank] = Some(region);
         }
         Ok(regions)
+    }
+
+    /// The ranks of this rank's node as a group. A collective.
+    pub(super) fn near(&self, group: &Group) -> Result<Group> {
+        group.split(self.heads[self.rank] as u32, self.rank as i64)
+    }
+
+    /// As [`Nodes::share`], by number within the node, whose group `near` is.
+    pub(super) fn share_in(
+        &self,
+        near: &Group,
+        bytes: usize,
+        deadline: Deadline,
+    ) -> Result<Vec<Arc<dyn Region>>> {
+        process::share_memfd(near, bytes, deadline).map_err(|error| match error.peer() {
+            // Ranks are numbered within the node there.
+            Some(peer) => theirs(self.members[peer], super::problem(&error)),
+            None => error,
+        })
+    }
+
+    /// The ranks of this rank's node.
+    #[cfg(feature = "cuda")]
+    pub(super) fn members(&self) -> &[usize] {
+        &self.members
+    }
+
+    /// Two ranks of different nodes of which the same is known, be it what GPU they use.
+    #[cfg(feature = "cuda")]
+    pub(super) fn clash<T: PartialEq>(&self, known: &[T]) -> Option<(usize, usize)> {
+        let ranks = 0..self.heads.len();
+        ranks
+            .clone()
+            .flat_map(|a| (0..a).map(move |b| (b, a)))
+            .find(|&(b, a)| self.heads[a] != self.heads[b] && known[a] == known[b])
     }
 }
 
@@ -132,11 +155,6 @@ mod tests {
         assert_eq!(locals(&[1, 1, 0, 0].map(|node| place("a", Some(node)))), [0, 1, 2, 3]);
         let hosts = [("a", 5), ("a", 5), ("b", 7), ("b", 7)];
         assert_eq!(locals(&hosts.map(|(host, node)| place(host, Some(node)))), [0, 1, 0, 1]);
-        let apart = Nodes::of(&hosts.map(|(host, _)| place(host, None)), 3).apart();
-        assert_eq!(
-            (apart.local(), apart.bulk(), &apart.members[..]),
-            (1, &[0, 1, 2][..], &[3][..])
-        );
     }
 
     #[test]

@@ -9,6 +9,8 @@ use crate::{Memory, Result, TransportError};
 
 /// The largest value of `retry_cnt` used: 7 is for ever with some providers.
 const MAX_RETRIES: u8 = 6;
+/// The most NICs of a rank.
+pub(super) const MOST_NICS: usize = 8;
 
 /// Everything that can be set; see the methods of [`RdmaTransport`](super::RdmaTransport).
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -72,7 +74,9 @@ impl Options {
         let wrong = |detail: String| Err(TransportError::Argument { op: OP, detail });
         let mtus = [256, 512, 1024, 2048, 4096];
         match self {
-            o if !(1..=8).contains(&o.nics) => wrong(format!("{} NICs; 1 to 8", o.nics)),
+            o if !(1..=MOST_NICS).contains(&o.nics) => {
+                wrong(format!("{} NICs; 1 to {MOST_NICS}", o.nics))
+            }
             o if !(1..=16).contains(&o.queue_pairs) => {
                 wrong(format!("{} queue pairs per peer; 1 to 16", o.queue_pairs))
             }
@@ -126,7 +130,7 @@ impl Options {
             ("depth", self.depth.to_string()),
             ("service_level", self.service_level.to_string()),
             ("pkey_index", self.pkey_index.to_string()),
-            // Windows on GPUs are mapped by nobody, so that is for all ranks or for none.
+            // Streams raise and await other flags than hosts, so that is for all ranks or for none.
             ("windows on GPUs", (self.memory != Memory::Host).to_string()),
         ]
     }

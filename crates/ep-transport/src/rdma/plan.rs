@@ -14,16 +14,20 @@ pub(crate) const LINE: usize = 64;
 pub(crate) const BLOCK: usize = 2 * (WINDOW as usize * RECORD) + 2 * LINE;
 /// Sends queued per queue pair, besides one for credit.
 pub(crate) const SEND_QUEUE: usize = 64;
+/// Streams that may have puts and signals under way at once where windows are on GPUs.
+#[cfg(feature = "cuda")]
+pub(crate) const LANES: usize = 64;
+/// In what GPUs give out memory for windows.
+#[cfg(feature = "cuda")]
+const GPU_PAGE: usize = 2 << 20;
 /// Commands that fit a NIC's ring.
 pub(crate) const RING: usize = 1024;
 
 const PAGE: usize = 4096;
 
-/// What one rank's `RdmaTransport` link with its window in host memory takes of memory that NICs see
-/// and of its NICs: exact numbers of bytes, and of entries where their size is the NIC driver's choice.
+/// What one rank's `RdmaTransport` link takes of memory that NICs see and of its NICs: exact numbers of bytes, and of entries where their size is the NIC driver's choice.
 ///
-/// Not in it: what a proxy keeps of each peer on the heap; the driver's own memory of a NIC; and what
-/// windows on a GPU take besides (the window there in pages of 64 KiB, and one more of those).
+/// Not in it: what a proxy keeps of each peer on the heap, and the driver's own memory of a NIC.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct RdmaPlan {
@@ -34,7 +38,8 @@ pub struct RdmaPlan {
     /// Bytes behind them in which NICs write: what signals carry and what peers have room for, for
     /// each rank and NIC.
     pub mailboxes: usize,
-    /// Bytes that each NIC registers, the sum of those.
+    /// Bytes that each NIC registers: the sum of those or, with the window on a GPU, of window and
+    /// mailboxes.
     pub registered: usize,
     /// Bytes of the command rings, which no NIC sees.
     pub rings: usize,
@@ -94,6 +99,26 @@ impl RdmaPlan {
             completions: sends + receives,
         })
     }
+
+    /// [`RdmaPlan::new`] with windows in the memory of GPUs (`RdmaTransport::cuda`), which NICs reach:
+    /// `window` is there, in pages of 2 MiB, and only `flags` (for GPUs, those of all ranks) and
+    /// `mailboxes` are locked memory of the host. Where NICs do not reach it the window is that too.
+    ///
+    /// # Errors
+    /// As [`RdmaPlan::new`].
+    #[cfg(feature = "cuda")]
+    pub fn on_gpus(
+        spec: WindowSpec,
+        world: usize,
+        bulk: usize,
+        nics: (usize, usize, usize),
+    ) -> Result<Self> {
+        let host = Self::new(WindowSpec { flags: 0, ..spec }, world, bulk, nics)?;
+        let window = spec.bytes.max(1).next_multiple_of(GPU_PAGE);
+        let streams = if bulk == 0 { 0 } else { LANES };
+        let flags = crate::nvlink::board_bytes(spec.flags, world, world - bulk, streams)?;
+        Ok(Self { window, flags, registered: window + host.mailboxes, ..host })
+    }
 }
 
 /// Bytes of a ring in pages of its own.
@@ -119,6 +144,18 @@ mod tests {
         let alone = plan(8, 0);
         assert_eq!((alone.queue_pairs, alone.completions, alone.rings), (0, 0, 0));
         assert!(RdmaPlan::new(spec, 8, 8, (1, 1, 128)).is_err());
+        #[cfg(feature = "cuda")]
+        {
+            let small = WindowSpec { bytes: 3 << 20, flags: 6 };
+            let gpus = RdmaPlan::on_gpus(small, 16, 8, (2, 1, 128)).unwrap();
+            let mailboxes = (16 * 2 * 2176usize).next_multiple_of(4096);
+            assert_eq!((gpus.window, gpus.mailboxes), (4 << 20, mailboxes));
+            assert_eq!(gpus.registered, gpus.window + gpus.mailboxes);
+            // A line for each flag and its mark, and two for each stream.
+            assert!(gpus.flags >= 6 * 16 * 64 + 2 * 64 * 64 && gpus.flags < 64 << 10);
+            let lone = RdmaPlan::on_gpus(small, 8, 0, (1, 1, 128)).unwrap();
+            assert!(lone.flags < gpus.flags && lone.queue_pairs == 0);
+        }
         let endless = WindowSpec { bytes: usize::MAX, flags: 1 };
         assert!(RdmaPlan::new(endless, 8, 7, (1, 1, 128)).is_err());
     }

@@ -16,7 +16,6 @@ use super::link::{Opened, RdmaLink};
 use super::nodes::Nodes;
 use super::options::Options;
 use super::pair::Write;
-use super::window::Window;
 use crate::{Deadline, Group, Link, Put, Queue, Result, WindowSpec};
 
 /// The quietest run is what is judged, as the aims are for quiet cores.
@@ -100,8 +99,7 @@ fn open(group: &Group, busy: bool, clock: &Arc<Clock>) -> Arc<RdmaLink> {
     let nodes = Nodes::meet(group, node, deadline).unwrap();
     let layout = Layout::new(spec, group.world(), 1).unwrap();
     let regions = nodes.share(group, layout.bytes, deadline).unwrap();
-    let (group, window) = (group.clone(), Window::default());
-    let opened = Opened { group, spec, layout, regions, window, nodes };
+    let opened = Opened { group: group.clone(), spec, layout, regions, nodes };
     let device = Timed { clock: clock.clone(), done: Vec::new() };
     RdmaLink::start(opened, vec![(device, Vec::new())], &options).unwrap()
 }

@@ -7,7 +7,6 @@ use std::time::Duration;
 use parking_lot::{Condvar, Mutex};
 
 use super::layout::{Layout, Words};
-use crate::flags::FlagBoard;
 use crate::ring::Command;
 use crate::{Deadline, Group, Result, TransportError};
 
@@ -50,10 +49,13 @@ impl Order {
     }
 }
 
-#[derive(Debug)]
+/// Raises a flag of a source here, the source second: what is due of a peer.
+pub(super) type Raise = Box<dyn Fn(u32, usize) + Send + Sync>;
+
 pub(super) struct Shared {
     pub group: Group,
-    pub board: FlagBoard,
+    flags: u32,
+    raise: Raise,
     pub layout: Layout,
     pub words: Words,
     /// Parts of a signal that have come, by flag and source: one NIC each.
@@ -74,21 +76,30 @@ pub(super) struct Shared {
     spin: bool,
 }
 
+impl std::fmt::Debug for Shared {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let mut out = f.debug_struct("Shared");
+        out.field("rank", &self.rank()).field("retired", &self.retired).finish_non_exhaustive()
+    }
+}
+
 impl Shared {
+    /// `flags` are how many there are, and how one is raised.
     pub(super) fn new(
         group: Group,
-        board: FlagBoard,
+        (flags, raise): (u32, Raise),
         layout: Layout,
         words: Words,
         nics: usize,
         spin: bool,
     ) -> Arc<Self> {
         let world = group.world();
-        let parts = (0..world * board.flags() as usize).map(|_| AtomicU32::new(0)).collect();
+        let parts = (0..world * flags as usize).map(|_| AtomicU32::new(0)).collect();
         Arc::new(Self {
             failures: Mutex::new(vec![None; world]),
             group,
-            board,
+            flags,
+            raise,
             layout,
             words,
             parts,
@@ -133,7 +144,7 @@ impl Shared {
     /// One NIC's part of a signal of `source` is due; raises the flag once all are. False if there
     /// is no such flag.
     pub(super) fn part_came(&self, source: usize, flag: u32, parts: u32) -> bool {
-        if flag >= self.board.flags() || parts == 0 || parts as usize > self.retired.len() {
+        if flag >= self.flags || parts == 0 || parts as usize > self.retired.len() {
             return false;
         }
         if parts > 1 {
@@ -145,7 +156,7 @@ impl Shared {
             // The source raises a flag again only after it was consumed.
             count.store(0, Ordering::Relaxed);
         }
-        self.board.set(flag, source);
+        (self.raise)(flag, source);
         true
     }
 
@@ -184,6 +195,23 @@ impl Shared {
         }
     }
 
+    /// Whether each NIC's commands before the given ticket are done.
+    pub(super) fn are_retired(&self, tickets: &[u64]) -> bool {
+        let mut all = tickets.iter().zip(&self.retired);
+        all.all(|(&ticket, retired)| retired.load(Ordering::SeqCst) >= ticket)
+    }
+
+    /// The error of commands that were not done within `after`.
+    pub(super) fn unanswered(&self, op: &'static str, after: Duration) -> TransportError {
+        let unsent = |peer: &usize| {
+            let nics = 0..self.retired.len();
+            let at = |nic| &self.unsent[nic * self.world() + peer];
+            nics.map(at).any(|unsent| unsent.load(Ordering::Relaxed))
+        };
+        let peers: Vec<usize> = (0..self.world()).filter(unsent).collect();
+        TransportError::Timeout { op, peers, after, hint: " to all that was sent".into() }
+    }
+
     /// Waits until each NIC's commands before the given ticket are done.
     pub(super) fn wait_retired(
         &self,
@@ -191,10 +219,7 @@ impl Shared {
         tickets: &[u64],
         deadline: Deadline,
     ) -> Result<()> {
-        let done = || {
-            let all = tickets.iter().zip(&self.retired);
-            all.into_iter().all(|(&ticket, retired)| retired.load(Ordering::SeqCst) >= ticket)
-        };
+        let done = || self.are_retired(tickets);
         if done() {
             return self.check();
         }
@@ -210,14 +235,7 @@ impl Shared {
                 break health;
             }
             if deadline.expired() {
-                let unsent = |peer: &usize| {
-                    let nics = 0..self.retired.len();
-                    let at = |nic| &self.unsent[nic * self.world() + peer];
-                    nics.map(at).any(|unsent| unsent.load(Ordering::Relaxed))
-                };
-                let peers: Vec<usize> = (0..self.world()).filter(unsent).collect();
-                let (after, hint) = (deadline.length(), " to all that was sent".into());
-                break Err(TransportError::Timeout { op, peers, after, hint });
+                break Err(self.unanswered(op, deadline.length()));
             }
             let slice = deadline.remaining().min(Duration::from_millis(50));
             self.progress.wait_for(&mut guard, slice);

@@ -20,9 +20,7 @@ use super::link::{Opened, RdmaLink};
 use super::nodes::Nodes;
 use super::options::Options;
 use super::pair::Write;
-use super::window::Window;
 use crate::conformance::{Member, run, run_members};
-use crate::host_link::Region;
 use crate::{Deadline, ErrorKind, Group, Link, Put, Queue, Result, Transport, WindowSpec};
 
 /// A write that its sender's device has not reported as done.
@@ -48,7 +46,7 @@ pub(super) struct Fabric {
     memory: HashMap<usize, Vec<Area>>,
     /// What is written there is not seen before somebody flushes it.
     #[cfg(feature = "cuda")]
-    hidden: Vec<std::ops::Range<u64>>,
+    pub hidden: Vec<(std::ops::Range<u64>, super::on_gpus::Posted)>,
     /// What will befall each rank's device.
     pub events: HashMap<usize, Vec<Event>>,
     /// Ranks that answer nothing any more.
@@ -98,10 +96,12 @@ impl Fabric {
     /// Both ranges are mapped, and nobody else accesses them.
     unsafe fn deliver(&self, source: *const u8, target: *mut u8, bytes: usize) {
         #[cfg(feature = "cuda")]
-        if self.hidden.iter().any(|range| range.contains(&(target as u64))) {
+        let hidden = self.hidden.iter().find(|(range, _)| range.contains(&(target as u64)));
+        #[cfg(feature = "cuda")]
+        if let Some((_, posted)) = hidden {
             // SAFETY: by this function's contract.
             let bytes = unsafe { std::slice::from_raw_parts(source, bytes) }.to_vec();
-            super::gpu::tests::POSTED.lock().push((target as usize, bytes));
+            posted.lock().push((target as usize, bytes));
             return;
         }
         // SAFETY: by this function's contract.
@@ -146,9 +146,11 @@ impl std::fmt::Debug for SimulatedDevice {
     }
 }
 
-struct SimulatedDevice {
+pub(super) struct SimulatedDevice {
     rank: usize,
     fabric: Arc<Mutex<Fabric>>,
+    /// What it knows stays where it is.
+    _memory: Vec<(usize, Source)>,
 }
 
 impl Device for SimulatedDevice {
@@ -215,12 +217,12 @@ pub(super) type Fabrics = Arc<Mutex<HashMap<(usize, usize), Arc<Mutex<Fabric>>>>
 #[derive(Debug)]
 pub(super) struct Simulated {
     fabrics: Shared,
-    options: Options,
+    pub options: Options,
     opened: AtomicUsize,
     seed: u64,
-    /// Windows are on this GPU.
+    /// Windows are on a GPU.
     #[cfg(feature = "cuda")]
-    pub gpu: Option<Arc<super::gpu::Gpu>>,
+    pub gpu: Option<super::on_gpus::OnGpu>,
 }
 
 #[derive(Clone, Default)]
@@ -233,7 +235,7 @@ impl std::fmt::Debug for Shared {
 }
 
 impl Simulated {
-    fn fabric(&self, window: usize, nic: usize) -> Arc<Mutex<Fabric>> {
+    pub(super) fn fabric(&self, window: usize, nic: usize) -> Arc<Mutex<Fabric>> {
         let mut all = self.fabrics.0.lock();
         let random = self.seed + (window * 8 + nic) as u64;
         let new = || Arc::new(Mutex::new(Fabric { random, ..Fabric::default() }));
@@ -242,25 +244,33 @@ impl Simulated {
 }
 
 impl Simulated {
-    fn place(
+    /// The devices of a rank over window `number`, which know some memory.
+    pub(super) fn devices(
         &self,
-        (spec, layout): (WindowSpec, Layout),
-        own: Arc<dyn Region>,
-    ) -> Result<(Window, Vec<Area>)> {
-        let area = |(from, source): &(usize, Source)| Area {
-            from: *from,
-            address: source.address(),
-            key: 0,
+        rank: usize,
+        number: usize,
+        nodes: &Nodes,
+        memory: &[(usize, Source)],
+    ) -> Vec<(SimulatedDevice, Vec<u32>)> {
+        let options = &self.options;
+        let device = |nic| {
+            let fabric = self.fabric(number, nic);
+            let mut locked = fabric.lock();
+            locked.memory.insert(rank, memory.iter().map(area).collect());
+            for &peer in nodes.bulk() {
+                for pair in 0..options.queue_pairs {
+                    locked.room.insert((rank, peer, pair), options.depth);
+                }
+            }
+            drop(locked);
+            (SimulatedDevice { rank, fabric, _memory: memory.to_vec() }, Vec::new())
         };
-        #[cfg(feature = "cuda")]
-        if let Some(gpu) = &self.gpu {
-            let known = |memory: &[(usize, Source)]| Ok(memory.iter().map(area).collect());
-            let placed = super::gpu::place(gpu, (&own, layout.words()), spec.bytes, known)?;
-            return Ok((Window { gpu: Some(placed.0) }, placed.1));
-        }
-        let _ = (spec, layout);
-        Ok((Window::default(), vec![area(&(0, Source::Pages { region: own, from: 0 }))]))
+        (0..options.nics).map(device).collect()
     }
+}
+
+fn area((from, source): &(usize, Source)) -> Area {
+    Area { from: *from, address: source.address(), key: 0 }
 }
 
 impl Transport for Simulated {
@@ -273,29 +283,17 @@ impl Transport for Simulated {
         let number = self.opened.fetch_add(1, Ordering::Relaxed);
         let (rank, options) = (group.rank(), &self.options);
         let nodes = Nodes::meet(group, options.node, deadline)?;
+        #[cfg(feature = "cuda")]
+        if let Some(gpu) = &self.gpu {
+            return Ok(gpu.open(self, (group, number), spec, nodes, deadline)?);
+        }
         let layout = Layout::new(spec, group.world(), options.nics)?;
         let regions = nodes.share(group, layout.bytes, deadline)?;
-        let own = regions[rank].clone().expect("a window");
-        let (window, areas) = self.place((spec, layout), own)?;
-        let device = |nic| {
-            let fabric = self.fabric(number, nic);
-            let mut locked = fabric.lock();
-            #[cfg(feature = "cuda")]
-            if let [window, words] = &areas[..] {
-                locked.hidden.push(window.address..window.address + words.from as u64);
-            }
-            locked.memory.insert(rank, areas.clone());
-            for &peer in nodes.bulk() {
-                for pair in 0..options.queue_pairs {
-                    locked.room.insert((rank, peer, pair), options.depth);
-                }
-            }
-            drop(locked);
-            (SimulatedDevice { rank, fabric }, Vec::new())
-        };
-        let devices = (0..options.nics).map(device).collect();
+        let region = regions[rank].clone().expect("a window");
+        let known = [(0, Source::Pages { region, from: 0 })];
+        let devices = self.devices(rank, number, &nodes, &known);
         group.all_gather_within("open", &[], deadline)?;
-        let opened = Opened { group: group.clone(), spec, layout, regions, window, nodes };
+        let opened = Opened { group: group.clone(), spec, layout, regions, nodes };
         let link = RdmaLink::start(opened, devices, options)?;
         Ok(link)
     }

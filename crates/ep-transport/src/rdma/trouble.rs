@@ -135,54 +135,6 @@ fn a_port_that_comes_back_is_no_failure() {
     });
 }
 
-/// Rank 0 puts to rank 1, whose window is on a GPU with these attributes, over a fabric whose writes
-/// to that are not seen before they are flushed; whether rank 1 sees them.
-#[cfg(feature = "cuda")]
-fn is_seen((ordering, options): (i32, i32)) -> bool {
-    let (_turn, gpu) = super::gpu::tests::gpu_with((ordering, options, 1), |_| {});
-    let (ranks, _) = ranks(2, (2, 2, 1), 10);
-    let run = |(group, mut transport): (Group, super::simulated::Simulated)| {
-        transport.gpu = Some(gpu.clone());
-        let link = transport.open(&group, SPEC, after()).unwrap();
-        assert_eq!(link.memory(), crate::Memory::Cuda { ordinal: 3 });
-        assert!(matches!(link.reach(1 - group.rank()), crate::Reach::Bulk));
-        let window = link.window();
-        // SAFETY: the mock GPU's memory is this process's; nobody else accesses this rank's window.
-        let bytes = unsafe { std::slice::from_raw_parts_mut(window.base.as_ptr(), SPEC.bytes) };
-        let (count, half) = (20_000, SPEC.bytes / 2);
-        if group.rank() == 0 {
-            bytes.iter_mut().enumerate().for_each(|(i, byte)| *byte = i as u8 | 1);
-            let put = Put { peer: 1, from: 0, to: half, bytes: count };
-            link.put(&QUEUE, put).unwrap();
-            link.signal(&QUEUE, 1, 0).unwrap();
-            link.flush(&QUEUE, after()).unwrap();
-            group.barrier().unwrap();
-            return true;
-        }
-        link.wait(&QUEUE, "data", &[0], 0, after()).unwrap();
-        let right = |(i, &byte): (usize, &u8)| byte == i as u8 | 1;
-        let seen = bytes[half..half + count].iter().enumerate().filter(|&one| right(one)).count();
-        group.barrier().unwrap();
-        assert!(seen == 0 || seen == count, "{seen} bytes of {count}");
-        seen == count
-    };
-    std::thread::scope(|scope| {
-        let ranks: Vec<_> = ranks.into_iter().map(|one| scope.spawn(|| run(one))).collect();
-        let seen: Vec<bool> = ranks.into_iter().map(|rank| rank.join().unwrap()).collect();
-        seen.into_iter().all(|one| one)
-    })
-}
-
-#[cfg(feature = "cuda")]
-#[test]
-fn what_arrives_on_a_gpu_is_flushed_before_a_wait_ends() {
-    assert!(is_seen((0, 1)), "flushed by a call");
-    // Such a GPU's window is in the host's memory, where nothing is hidden.
-    assert!(is_seen((0, 0)), "no way to flush");
-    // A GPU that says it orders what this fabric does not: so the test would see a missing flush.
-    assert!(!is_seen((100, 1)), "nobody flushes what is said to be ordered");
-}
-
 /// Streams are no queues of this link, and it says so before anything happens.
 #[cfg(feature = "cuda")]
 #[test]
