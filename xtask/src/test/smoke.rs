@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use serde_json::Value;
 
-use super::steps::{TAIL, cargo};
+use super::steps::{TAIL, programs};
 use super::{Context, Counts, Outcome, Verdict};
 use crate::process::{self, Finished};
 use crate::style::COLUMNS;
@@ -39,13 +39,10 @@ const CASES: [Case; 5] = [
 
 /// Builds ep-bench and runs every case.
 pub fn bench(context: &Context) -> Outcome {
-    let build = ["build", "--release", "--package", "ep-bench", "--bin", "ep-bench"];
-    match process::run(cargo(context, &build), 10 * LIMIT, context.echo) {
-        Ok(done) if done.success() => {}
-        Ok(done) => return Outcome::failed("ep-bench does not build", done.tail(TAIL)),
-        Err(why) => return Outcome::failed(why, String::new()),
-    }
-    let program = context.workspace.target.join("release/ep-bench");
+    let program = match programs(context, "ep-bench") {
+        Ok(folder) => folder.join("ep-bench"),
+        Err(outcome) => return outcome,
+    };
     let json = context.workspace.target.join("smoke.json");
     let mut counts = Counts::default();
     let (mut failed, mut tail) = (Vec::new(), String::new());

@@ -1,5 +1,6 @@
 //! The steps of `cargo xtask test`.
 
+use std::path::PathBuf;
 use std::process::Command;
 use std::time::Duration;
 
@@ -53,6 +54,22 @@ pub fn cargo(context: &Context, args: &[&str]) -> Command {
         command.env("CARGO_TERM_COLOR", "always");
     }
     command
+}
+
+/// The folder of the workspace's programs, built as the step `test` builds them, so that nothing is built
+/// twice. That `package` also builds as users have it, with its own features alone, is checked first.
+pub fn programs(context: &Context, package: &str) -> Result<PathBuf, Outcome> {
+    let alone = cargo(context, &["check", "--profile", "checked", "--package", package]);
+    let mut all = cargo(context, &["build", "--workspace", "--profile", "checked"]);
+    all.args(["--bins", "--tests"]);
+    all.args(rdma::features(context));
+    for command in [alone, all] {
+        let built = check(context, command, MINUTES(20));
+        if built.is_failure() {
+            return Err(built);
+        }
+    }
+    Ok(context.workspace.target.join("checked"))
 }
 
 /// Runs one program that either succeeds or not.
@@ -144,19 +161,18 @@ fn examples(context: &Context) -> Outcome {
     let mut counts = Counts::default();
     let (mut failed, mut tail) = (Vec::new(), String::new());
     for name in names {
-        let built = cargo(context, &["build", "--release", "--quiet", "--package", name]);
-        let run = cargo(context, &["run", "--release", "--quiet", "--package", name]);
-        let why = match process::run(built, MINUTES(10), context.echo) {
+        let folder = match programs(context, name) {
+            Ok(folder) => folder,
+            Err(outcome) => return outcome,
+        };
+        let run = Command::new(folder.join(name));
+        let why = match process::run(run, MINUTES(3), context.echo) {
             Ok(done) if !done.success() => Some((done.why(), done.tail(TAIL))),
+            Ok(done) if done.output.trim().is_empty() => {
+                Some(("it printed nothing".into(), String::new()))
+            }
             Err(why) => Some((why, String::new())),
-            Ok(_) => match process::run(run, MINUTES(3), context.echo) {
-                Ok(done) if !done.success() => Some((done.why(), done.tail(TAIL))),
-                Ok(done) if done.output.trim().is_empty() => {
-                    Some(("it printed nothing".into(), String::new()))
-                }
-                Err(why) => Some((why, String::new())),
-                Ok(_) => None,
-            },
+            Ok(_) => None,
         };
         match why {
             None => counts.passed += 1,
@@ -196,12 +212,14 @@ fn kernels(context: &Context) -> Outcome {
         Ok(folder) => folder,
         Err(why) => return Outcome::missing(context, &why, false),
     };
-    let mut report =
-        cargo(context, &["run", "--release", "--package", "ep-bench", "--", "kernels", "--nvrtc"]);
-    report.arg(&nvrtc);
-    let args = ["test", "--package", "ep-kernels", "--features", "cuda", "--profile", "checked"];
-    let mut tests = cargo(context, &args);
-    tests.args(["--test", "cuda_compile"]);
+    let folder = match programs(context, "ep-kernels") {
+        Ok(folder) => folder,
+        Err(outcome) => return outcome,
+    };
+    let mut report = Command::new(folder.join("ep-bench"));
+    report.args(["kernels", "--nvrtc"]).arg(&nvrtc);
+    let mut tests = cargo(context, &["test", "--workspace", "--profile", "checked"]);
+    tests.args(rdma::features(context)).args(["--test", "cuda_compile"]);
     tests.env("EP_NVRTC_PATH", &nvrtc).env("EP_REQUIRE_NVRTC", "1");
     // The compiler uses one core of a process, and most of the time is its own.
     let (report, mut outcome) = std::thread::scope(|scope| {
