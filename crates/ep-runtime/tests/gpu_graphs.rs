@@ -41,3 +41,17 @@ fn what_needs_the_host_is_refused_under_capture() {
         rank.round_trip();
     });
 }
+
+/// What was captured may read its rows, so no later call gets its slot, and none stumbles over it.
+#[test]
+fn a_result_dropped_during_a_capture_stays_with_graphs() {
+    let Some(gpus) = gpus() else { return };
+    small(&gpus, 2, &builder().slots(3), |rank| {
+        rank.load(&Tokens::new(rank.ep.rank(), 4));
+        let held = rank.dispatch(4, &opts(0)).unwrap();
+        let graph = Graph::capture(rank.gpu.stream(), || drop(held));
+        (0..6).for_each(|_| rank.round_trip());
+        assert_eq!(rank.ep.free_slots(), 2);
+        drop(graph);
+    });
+}

@@ -143,7 +143,7 @@ impl Ring {
     }
 
     /// The bytes of the memory it is in.
-    #[cfg(all(test, not(loom)))]
+    #[cfg(all(test, feature = "rdma", not(loom)))]
     pub(crate) fn allocated(&self) -> usize {
         self.memory.region_bytes()
     }

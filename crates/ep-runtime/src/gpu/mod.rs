@@ -449,6 +449,13 @@ impl Gpu {
         }
         if let Some((raw, _)) = last.and_then(|queue| queue.raw()) {
             // SAFETY: a queue's stream is live as long as what was submitted to it.
+            if unsafe { self.machine.is_capturing(raw) }.unwrap_or(false) {
+                // What was captured may use it whenever the graph is launched.
+                states.captured |= 1 << index;
+                states.captured_free |= 1 << index;
+                return;
+            }
+            // SAFETY: as above.
             match unsafe { self.machine.record(raw) } {
                 Ok(point) => states.free_at[index] = Some(point),
                 Err(error) => {

@@ -101,7 +101,7 @@ mod imp {
             self.capacity
         }
 
-        #[cfg(test)]
+        #[cfg(all(test, feature = "rdma"))]
         pub(crate) fn region_bytes(&self) -> usize {
             self._region.bytes()
         }

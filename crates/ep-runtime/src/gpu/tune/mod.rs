@@ -234,6 +234,10 @@ impl Layer<'_> {
         let mut trials = Trials { ep, peers, kinds, left };
         let found = trials.run(&mut *bench, &candidates)?;
         let lasting = bench.is_lasting();
+        // Memory is given back before any rank goes on: the driver waits for all streams of the process,
+        // and the next operation of one rank would wait for what this thread does after it.
+        drop(bench);
+        all_agree(peers, true)?;
         for (moving, found) in Moving::ALL.into_iter().zip(found) {
             let Some(Outcome { plan, time, measured, whole, .. }) = found else { continue };
             self.take(moving, plan, PlanOrigin::Searched);

@@ -20,7 +20,7 @@ pub(crate) const RUNS: u32 = 5;
 /// How long an operation may take before anything is known of it, at the least.
 const FIRST: Duration = Duration::from_millis(2);
 /// How many times as long as expected compute is to run beside a trial at the most.
-const PATIENCE: u32 = 16;
+const PATIENCE: u32 = 64;
 /// Bytes per microsecond that one SM moves at the least.
 const SLOW: u64 = 10_000;
 
@@ -193,9 +193,12 @@ impl Trials<'_> {
         let mut failed = None;
         let mut expected = self.estimate(moving, handle).max(FIRST);
         // What has said something before, as what is launched anyway should, is not given up because compute
-        // ended first: compute goes faster than it did when it was timed.
-        let (mut known, mut patience) = (plans.iter().take(1).copied().collect::<Vec<_>>(), 1);
+        // ended first: something kept a rank away, or, if that comes again, compute goes faster than it did
+        // when it was timed.
+        let mut known: Vec<MovePlan> = plans.iter().take(1).copied().collect();
+        let mut needed = [1; 2];
         let mut measure = |plan: &MovePlan| {
+            let mut patience = needed[0].min(needed[1]);
             while failed.is_none() {
                 let candidate = Candidate { moving, plan: *plan, expected: expected * patience };
                 match self.trial(bench, &candidate, handle) {
@@ -204,6 +207,7 @@ impl Trials<'_> {
                     Ok(None) => patience *= 4,
                     Ok(Some(sample)) => {
                         known.push(*plan);
+                        needed = [needed[1], patience];
                         // All ranks see the same samples, so expect the same.
                         expected = expected.min(sample.time.max(Duration::from_micros(10)) * 2);
                         return Some(sample);

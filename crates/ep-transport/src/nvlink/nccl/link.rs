@@ -5,13 +5,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use cudarc::driver::sys::CUstream;
 use parking_lot::Mutex;
 
 use super::bounded;
 use super::library::{BYTES, Handle, Nccl};
 use super::watch::Watch;
 use crate::host_link::{check_flag, check_put, check_rank};
+use crate::nvlink::driver::MemOp;
 use crate::nvlink::link::NvlinkLink;
 use crate::{
     Deadline, Group, Link, Mapping, Memory, Put, Queue, Reach, Receive, Result, StreamSide,
@@ -240,19 +240,15 @@ impl NcclLink {
         // Of a graph's, all replays may take as long.
         self.watch.expect(number, op, deadline.length());
         let word = self.inner.watchdog.shared.board.exchanging_word(number);
-        self.tell(stream, word, 1)?;
+        let (gpu, words) = (&self.inner.gpu, &self.inner.words);
+        words.raise(op, gpu, stream, word)?;
         let sent = self.submit(op, comm, stream.cast(), blocks);
         // The word behind it first: else the end of this one might be taken for that of the next.
-        self.tell(stream, word + 4, 0)?;
-        self.tell(stream, word, 0)?;
+        let mut narrow = [MemOp::write(word + 4, 0), MemOp::write(word, 0)];
+        let mut both = [MemOp::clear_both(word)];
+        let ended: &mut [MemOp] = if gpu.writes_both() { &mut both } else { &mut narrow };
+        words.submit(op, gpu, stream, ended)?;
         sent
-    }
-
-    /// Writes a word of the board in the order of the stream.
-    fn tell(&self, stream: CUstream, word: u64, value: u32) -> Result<()> {
-        // SAFETY: the word is page-locked while the inner link lives; the stream is the caller's.
-        let code = unsafe { (self.inner.gpu.driver.write_value)(stream, word, value, 0) };
-        self.inner.gpu.check("exchange", "cuStreamWriteValue32", code)
     }
 
     fn submit(
