@@ -141,9 +141,14 @@ fn with_feature(workspace: &Workspace) -> Vec<&str> {
 fn build(context: &Context) -> Result<(Vec<PathBuf>, PathBuf), Outcome> {
     let names = built(context, &["--test", "rdma*"])?;
     let units = built(context, &["--lib"])?;
-    let ours = |path: &&PathBuf| {
-        path.file_name().is_some_and(|name| name.to_string_lossy().starts_with(UNITS))
+    let starts = |path: &PathBuf, with: &str| {
+        path.file_name().is_some_and(|name| name.to_string_lossy().starts_with(with))
     };
+    if names.iter().filter(|path| starts(path, "rdma_gpu-")).count() < 2 {
+        let why = "the tests of layers and links on GPUs over RDMA were not built";
+        return Err(Outcome::failed(why, String::new()));
+    }
+    let ours = |path: &&PathBuf| starts(path, UNITS);
     match units.iter().find(ours) {
         Some(units) => Ok((names, units.clone())),
         None => Err(Outcome::failed("ep-transport has no unit tests", String::new())),

@@ -97,6 +97,14 @@ struct Orders {
     reached: u64,
     /// The stream waits until so much is done.
     flushing: Option<(Tickets, Deadline)>,
+    /// The bridge has taken an order that it has not passed on yet.
+    executing: bool,
+}
+
+impl Orders {
+    fn is_idle(&self) -> bool {
+        self.queue.is_empty() && self.flushing.is_none() && !self.executing
+    }
 }
 
 #[derive(Debug, Default)]
@@ -190,7 +198,10 @@ impl<E: Ends> Works<E> {
         step: Step,
         tell: impl FnOnce(usize, u32) -> Result<()>,
     ) -> Result<()> {
-        if let (Step::Flush(_), None) = (step, self.known(stream)) {
+        // Another stream may have its lane by now; then what it put has been passed on.
+        if let (Step::Flush(_), None) = (step, self.known(stream))
+            && self.ends.are_retired(&self.ends.pushed())
+        {
             return Ok(());
         }
         let (index, mut turn) = loop {
@@ -227,6 +238,7 @@ impl<E: Ends> Works<E> {
             let mut orders = lane.orders.lock();
             orders.queue.pop_back();
             orders.told -= 1;
+            turn.unflushed |= matches!(step, Step::Flush(_));
         }
         self.inbox.wake();
         told
@@ -234,10 +246,7 @@ impl<E: Ends> Works<E> {
 
     /// Whether everything that was ordered by now is done.
     fn is_done(&self, lane: &Lane) -> bool {
-        let orders = lane.orders.lock();
-        orders.queue.is_empty()
-            && orders.flushing.is_none()
-            && self.ends.are_retired(&self.ends.pushed())
+        lane.orders.lock().is_idle() && self.ends.are_retired(&self.ends.pushed())
     }
 
     fn known(&self, stream: usize) -> Option<usize> {
@@ -254,8 +263,8 @@ impl<E: Ends> Works<E> {
             let lane = &self.lanes[*index];
             let Some(mut turn) = lane.turn.try_lock() else { return false };
             let orders = lane.orders.lock();
-            let idle = orders.queue.is_empty() && orders.flushing.is_none();
-            let free = idle && orders.reached == orders.told && !self.ends.is_let_go(*index);
+            let reached = orders.reached == orders.told;
+            let free = orders.is_idle() && reached && !self.ends.is_let_go(*index);
             if free {
                 (turn.stream, turn.unflushed) = (stream, true);
             }
@@ -318,6 +327,7 @@ impl<E: Ends> Works<E> {
 
     fn next(&self, index: usize, lane: &Lane, pass: &mut Pass) -> Result<Option<Step>> {
         let mut orders = lane.orders.lock();
+        orders.executing = false;
         if let Some((tickets, deadline)) = &orders.flushing {
             if self.ends.are_retired(tickets) || self.broken.load(Ordering::Relaxed) {
                 orders.flushing = None;
@@ -335,6 +345,7 @@ impl<E: Ends> Works<E> {
         orders.reached = reached(orders.reached, self.ends.bell(index));
         match orders.queue.front() {
             Some((number, _)) if *number <= orders.reached => {
+                orders.executing = true;
                 Ok(orders.queue.pop_front().map(|(_, step)| step))
             }
             Some(_) => {
@@ -363,8 +374,10 @@ impl<E: Ends> Works<E> {
         let mut idle: Option<Instant> = None;
         let mut ending: Option<Deadline> = None;
         loop {
+            // Before the look: what was ordered before the end is seen by it.
+            let stopping = self.stopping.load(Ordering::Acquire);
             let pass = self.guarded();
-            if self.stopping.load(Ordering::Acquire) {
+            if stopping {
                 let ending = ending.get_or_insert_with(|| Deadline::after(drain));
                 let late = ending.expired() || self.ends.failed();
                 if !pass.moved && (late || !pass.expects) {

@@ -4,6 +4,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use cudarc::driver::sys::CUstream;
+
 use super::See;
 use super::bridge::{Bridge, Ends, Inbox, Step, Works};
 use crate::host_link::{check_flag, check_put, check_rank};
@@ -15,6 +17,15 @@ use crate::{
     Deadline, Group, Link, Mapping, Meeting, Memory, Put, Queue, Reach, Result, StreamSide,
     TransportError, WindowSpec,
 };
+
+/// `CU_STREAM_LEGACY`, which null stands for, and `CU_STREAM_PER_THREAD`.
+const LEGACY: usize = 1;
+const PER_THREAD: usize = 2;
+
+/// The number of a stream, which is never 0.
+fn number(stream: CUstream) -> usize {
+    if stream.is_null() { LEGACY } else { stream as usize }
+}
 
 /// What the bridge of a link joins.
 struct Both {
@@ -133,14 +144,17 @@ impl GpuLink {
         Ok(Arc::new(Self { bridge, core, near, group, spec }))
     }
 
-    /// The stream of a queue, 0 for the host, for an operation on a rank of another node.
-    fn far_stream(&self, op: &'static str, queue: &Queue) -> Result<usize> {
+    /// The stream of a queue by its number, for an operation on a rank of another node.
+    fn far_stream(&self, op: &'static str, queue: &Queue) -> Result<Option<usize>> {
         let stream = self.near.stream(op, queue)?;
+        let bad = |detail: &str| Err(TransportError::Argument { op, detail: detail.into() });
         if stream.is_some() && self.near.capturing(op, stream)? {
-            let detail = "what goes to or comes from other nodes cannot be captured".into();
-            return Err(TransportError::Argument { op, detail });
+            return bad("what goes to or comes from other nodes cannot be captured");
         }
-        Ok(stream.map_or(0, |stream| stream as usize))
+        match stream.map(number) {
+            Some(PER_THREAD) => bad("each thread has a default stream of its own: use another one"),
+            number => Ok(number),
+        }
     }
 
     fn order(&self, op: &'static str, stream: usize, step: Step) -> Result<()> {
@@ -184,8 +198,8 @@ unsafe impl Link for GpuLink {
         }
         match self.far_stream("put", queue)? {
             _ if put.bytes == 0 => Ok(()),
-            0 => self.core.put(put),
-            stream => self.order("put", stream, Step::Put(put)),
+            None => self.core.put(put),
+            Some(stream) => self.order("put", stream, Step::Put(put)),
         }
     }
 
@@ -194,7 +208,7 @@ unsafe impl Link for GpuLink {
         match self.near.stream("flush", queue)? {
             None => self.core.flush(deadline),
             stream if self.near.capturing("flush", stream)? => Ok(()),
-            Some(stream) => self.order("flush", stream as usize, Step::Flush(deadline.length())),
+            Some(stream) => self.order("flush", number(stream), Step::Flush(deadline.length())),
         }
     }
 
@@ -206,8 +220,8 @@ unsafe impl Link for GpuLink {
             return self.near.signal(queue, peer, flag);
         }
         match self.far_stream(OP, queue)? {
-            0 => self.core.signal(peer, flag),
-            stream => self.order(OP, stream, Step::Signal { peer, flag }),
+            None => self.core.signal(peer, flag),
+            Some(stream) => self.order(OP, stream, Step::Signal { peer, flag }),
         }
     }
 

@@ -281,4 +281,28 @@ mod tests {
         assert_eq!(Flush::of(0, 1, false), None, "the driver lacks the call");
         assert_eq!(Flush::of(0, 0, true), None, "nobody can");
     }
+
+    /// Needs a GPU, but no NIC: what the driver gives for a window is a dma-buf of its size, and the flush
+    /// that this GPU asks for works. Without either it says so and passes.
+    #[test]
+    fn windows_of_gpus_are_exported_and_flushed() {
+        let gpu = match Gpu::open(0) {
+            Ok(gpu) => Arc::new(gpu),
+            Err(why) => return eprintln!("no GPU: {why}"),
+        };
+        let memory = Allocation::new(&gpu, 3 << 20, crate::NvlinkHandles::Fd).unwrap();
+        match export(&gpu, &memory) {
+            Ok((buf, see)) => {
+                let bytes = rustix::fs::seek(&buf.fd, rustix::fs::SeekFrom::End(0)).unwrap();
+                assert_eq!(bytes, buf.bytes as u64);
+                assert!(buf.bytes >= 3 << 20 && buf.address != 0);
+                println!("a dma-buf of {bytes} bytes, flushed by a call: {}", see.is_some());
+                see.iter().for_each(|see| see().unwrap());
+                // Whether this GPU asks for it or not, the call works.
+                flushing(gpu.clone())().unwrap();
+            }
+            Err(Refused::Unreachable(why)) => println!("{why}"),
+            Err(Refused::Failed(why)) => panic!("{why}"),
+        }
+    }
 }

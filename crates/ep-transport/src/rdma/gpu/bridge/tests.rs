@@ -25,6 +25,8 @@ struct Told {
     did: Mutex<Vec<Did>>,
     errors: Mutex<Vec<TransportError>>,
     fails: AtomicBool,
+    /// Held by a test while the ring is full.
+    full: Mutex<()>,
 }
 
 impl Default for Told {
@@ -37,6 +39,7 @@ impl Default for Told {
             did: Mutex::default(),
             errors: Mutex::default(),
             fails: AtomicBool::new(false),
+            full: Mutex::default(),
         }
     }
 }
@@ -47,6 +50,7 @@ impl Told {
             let detail = "the ring is gone".into();
             return Err(TransportError::PeerLost { op: "put", peer: 3, detail });
         }
+        let _room = self.full.lock();
         self.pushed.fetch_add(1, SeqCst);
         self.did.lock().push(did);
         Ok(())
@@ -397,4 +401,51 @@ fn streams_that_are_done_make_room_for_others_and_too_many_are_an_error() {
     marks.lock().clear();
     order(&works, &marks, lane + 1, signal(3));
     assert_eq!(marks.lock().len(), 1);
+}
+
+/// Between the queue and the ring a put is in neither.
+#[test]
+fn a_flush_waits_for_a_put_that_is_being_passed_on() {
+    let (told, works, _) = works();
+    let marks = Marks::default();
+    let bridge = Bridge::start(works, "test".into(), Duration::from_secs(20)).unwrap();
+    let full = told.full.lock();
+    order(&bridge.works, &marks, 7, put(LARGE));
+    let (lane, mark) = marks.lock().pop_front().unwrap();
+    told.bells[lane].store(mark, SeqCst);
+    let deadline = Deadline::after(Duration::from_secs(20));
+    while !bridge.works.lanes[lane].orders.lock().queue.is_empty() {
+        assert!(!deadline.expired());
+        bridge.works.inbox.wake();
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    order(&bridge.works, &marks, 7, Step::Flush(Duration::from_secs(1000)));
+    let (lane, mark) = marks.lock().pop_front().expect("the stream waits");
+    drop(full);
+    told.retired.store(1, SeqCst);
+    told.bells[lane].store(mark, SeqCst);
+    drop(bridge);
+    assert_eq!(told.did.lock().last(), Some(&Did::LetGo(lane)));
+}
+
+/// Its lane may be another's, and what it put before may be on its way still.
+#[test]
+fn a_stream_without_a_lane_waits_for_what_proxies_have() {
+    let (told, works, _) = works();
+    let marks = Marks::default();
+    told.pushed.store(1, SeqCst);
+    order(&works, &marks, 7, Step::Flush(Duration::from_secs(1000)));
+    assert_eq!(marks.lock().len(), 1);
+}
+
+#[test]
+fn a_flush_that_could_not_be_told_is_asked_for_again() {
+    let (_, works, _) = works();
+    let marks = Marks::default();
+    order(&works, &marks, 7, put(LARGE));
+    let flush = Step::Flush(Duration::from_secs(1000));
+    let no = |_, _| Err(TransportError::Argument { op: "flush", detail: "no".into() });
+    works.order(7, flush, no).unwrap_err();
+    order(&works, &marks, 7, flush);
+    assert_eq!(marks.lock().len(), 2);
 }
