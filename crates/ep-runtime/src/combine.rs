@@ -23,6 +23,9 @@ pub(crate) const OP: &str = "combine";
 pub(crate) const REDUCED: u64 = 1;
 pub(crate) const WEIGHTED: u64 = 2;
 pub(crate) const NODE_REDUCED: u64 = 4;
+/// Rows for ranks that are not mapped go in blocks of fixed size.
+#[cfg(feature = "cuda")]
+pub(crate) const FIXED: u64 = 8;
 
 /// How expert-major rows are combined.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]

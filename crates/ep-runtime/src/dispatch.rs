@@ -26,6 +26,9 @@ const OP: &str = "dispatch";
 /// Options that all ranks of a dispatch share, as they travel.
 pub(crate) const CAPACITY: u64 = 1;
 pub(crate) const PHYSICAL_IDS: u64 = 2;
+/// Rows for ranks that are not mapped go in blocks of fixed size.
+#[cfg(feature = "cuda")]
+pub(crate) const FIXED: u64 = 4;
 
 /// A dispatch that has been announced.
 #[derive(Debug)]

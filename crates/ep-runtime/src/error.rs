@@ -221,6 +221,12 @@ impl EpError {
         }
     }
 
+    /// Whether ranks called different operations.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn of_operations(&self) -> bool {
+        matches!(self, Self::Disagreement { field, .. } if field == crate::notify::OPERATION)
+    }
+
     pub(crate) fn argument(op: &'static str, detail: impl Into<String>) -> Self {
         Self::Argument { op, detail: detail.into() }
     }

@@ -161,13 +161,16 @@ pub(crate) unsafe fn counts<'a>(from: *const u8, shape: &Resolved, nodes: usize)
     Counts { expert, rank, node }
 }
 
+/// What differs where ranks called different operations.
+pub(crate) const OPERATION: &str = "operation";
+
 /// The verdict on the announcements of all ranks: the same on each of them.
 pub(crate) fn verdict(op: &'static str, all: &[Header]) -> Result<()> {
     let show_layout = |layout| match layout {
         0 => "rank-major".into(),
         alignment => format!("expert-major aligned to {alignment}"),
     };
-    agree(op, all, "operation", |h| h.op.into(), |op| op_name(op as u32).into())?;
+    agree(op, all, OPERATION, |h| h.op.into(), |op| op_name(op as u32).into())?;
     agree(op, all, "sequence on the lane", |h| h.sequence, |n| n.to_string())?;
     agree(op, all, "layout", |h| h.layout, show_layout)?;
     agree(op, all, "payload type", |h| h.payload, |code| format!("type {code:#x}"))?;

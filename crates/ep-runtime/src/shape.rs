@@ -113,7 +113,8 @@ impl MoeShape {
     /// [`Layout::ExpertMajor`] rows that is [`Precision::Exact`](crate::Precision::Exact),
     /// `max_block_expert_rows`), and rows are copied once more where they arrive and where they leave.
     /// Staging grows to a block per rank and lane, twice. Dispatches without `capacity` move the rows
-    /// there are, as ever.
+    /// there are, as ever. Where ranks exchange blocks (NCCL), one that disagrees with the others on what is
+    /// called ends the group: an exchange that has begun cannot be taken back.
     ///
     /// Not with [`Hierarchy::Node`](crate::Hierarchy::Node) over several nodes. On hosts and where all
     /// ranks are mapped it changes nothing.
@@ -123,7 +124,8 @@ impl MoeShape {
     }
 
     /// With [`MoeShape::fixed_blocks`], the most rows a rank sends to one that is not mapped; by default,
-    /// and at most, `max_tokens`. More are [`EpError::Capacity`] on every rank.
+    /// and at most, `max_tokens`. A dispatch of more is refused on every rank: no rows come of it, and the
+    /// event of its combine says so.
     pub fn max_block_rows(mut self, rows: usize) -> Self {
         self.max_block_rows = Some(rows);
         self
@@ -131,8 +133,8 @@ impl MoeShape {
 
     /// With [`MoeShape::fixed_blocks`] and [`MoeShape::expert_major`], the most rows that the experts of a
     /// rank have of another rank, which is not mapped, without padding; by default, and at most, as many as
-    /// there can be of `max_block_rows` tokens. More, in a dispatch of [`Layout::ExpertMajor`] rows, are
-    /// [`EpError::Capacity`] on every rank.
+    /// there can be of `max_block_rows` tokens. A dispatch of more, of [`Layout::ExpertMajor`] rows, is
+    /// refused in the same way.
     pub fn max_block_expert_rows(mut self, rows: usize) -> Self {
         self.max_block_expert_rows = Some(rows);
         self

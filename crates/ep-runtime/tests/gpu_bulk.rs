@@ -84,6 +84,25 @@ fn bad_ids_are_the_same_error_everywhere_and_captures_are_refused() {
 }
 
 #[test]
+fn different_operations_are_the_same_error_everywhere() {
+    let Some(gpus) = gpus() else { return };
+    apart(&gpus, 3, (&builder(), TIMEOUT), |rank| {
+        rank.round_trip();
+        rank.load(&Tokens::new(rank.ep.rank(), 4));
+        let held = rank.dispatch(4, &opts(0)).unwrap();
+        let e: EpError = match rank.ep.rank() {
+            1 => match rank.combine(held, &plain()) {
+                Err(e) => e.into(),
+                Ok(event) => event.wait(TIMEOUT).unwrap_err(),
+            },
+            _ => rank.dispatch(4, &opts(0)).unwrap_err(),
+        };
+        assert!(matches!(e, EpError::Disagreement { .. }), "{e}");
+        rank.round_trip();
+    });
+}
+
+#[test]
 fn dropped_halves_and_cached_handles_leave_the_group_usable() {
     let Some(gpus) = gpus() else { return };
     apart(&gpus, 2, (&builder(), TIMEOUT), |rank| {

@@ -327,6 +327,32 @@ mod nccl {
         });
     }
 
+    /// A rank that has begun to exchange a block cannot take it back, so the group ends, and no rank takes
+    /// the block for something else.
+    #[test]
+    fn a_disagreement_ends_the_group_and_a_new_one_works() {
+        let Some(gpus) = gpus(64 << 20) else { return };
+        let timeout = Duration::from_secs(2);
+        paired(&gpus, timeout, |rank| {
+            rank.round_trip();
+            rank.load(&Tokens::new(rank.ep.rank(), 4));
+            let began = std::time::Instant::now();
+            let mine = if rank.ep.rank() == 0 { capacity() } else { opts(0) };
+            // In capacity mode the host hears of it by the next call.
+            let e = match rank.dispatch(4, &mine) {
+                Err(e) => e,
+                Ok(result) => {
+                    let _ = rank.gpu.stream().wait("what ends with the group", LIMIT);
+                    drop(result);
+                    rank.dispatch(4, &mine).unwrap_err()
+                }
+            };
+            assert!(!e.group_usable(), "{e}");
+            assert!(began.elapsed() < timeout + Duration::from_secs(2), "{:?}", began.elapsed());
+        });
+        paired(&gpus, TIMEOUT, |rank| rank.round_trip());
+    }
+
     #[test]
     fn a_rank_that_stops_is_named_in_replays_too() {
         let Some(gpus) = gpus(64 << 20) else { return };

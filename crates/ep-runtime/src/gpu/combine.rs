@@ -6,7 +6,7 @@ use ep_kernels::PayloadKind;
 use ep_kernels::cuda::moe::{CombineArgs, MAX_BIASES, MoeOutFormat, MoeWork, ReduceArgs};
 use ep_transport::Queue;
 
-use crate::combine::{CombineOpts, Combined, NODE_REDUCED, OP, REDUCED, WEIGHTED};
+use crate::combine::{CombineOpts, Combined, FIXED, NODE_REDUCED, OP, REDUCED, WEIGHTED};
 use crate::ep::Inner;
 use crate::lane::LaneGuard;
 use crate::notify::{self, Header, Phase};
@@ -124,7 +124,8 @@ impl Folding {
             received: result.received.map_or(0, |k| k.code() + 1),
             options: u64::from(reduced) * REDUCED
                 + u64::from(opts.weighted) * WEIGHTED
-                + u64::from(per_node) * NODE_REDUCED,
+                + u64::from(per_node) * NODE_REDUCED
+                + u64::from(memory.fixed) * FIXED,
             ..Header::default()
         };
         // Where ranks are not mapped, steps come between the flags.
@@ -195,7 +196,7 @@ impl Folding {
         }
         let pushed = match gpu(&ep).await_verdict(&ep, OP, self.turn.lane, self.turn.ticket) {
             Ok(()) => self.send_home(),
-            Err(error) if error.group_usable() => {
+            Err(error) if error.group_usable() && !gpu(&ep).ends(&ep, &error) => {
                 self.refused = Some(error);
                 Ok(())
             }

@@ -7,7 +7,7 @@ use ep_kernels::PayloadKind;
 use ep_kernels::cuda::moe::{DispatchArgs, IdsKind, LayoutArgs, MoeWork, PlanArgs};
 use ep_transport::Queue;
 
-use crate::dispatch::{CAPACITY, PHYSICAL_IDS};
+use crate::dispatch::{CAPACITY, FIXED, PHYSICAL_IDS};
 use crate::ep::Inner;
 use crate::handle::HandleInner;
 use crate::lane::LaneGuard;
@@ -108,7 +108,8 @@ impl Sending {
             slot: slot.index() as u32,
             payload: payload.kind.code(),
             options: u64::from(opts.capacity) * CAPACITY
-                + u64::from(opts.physical_ids) * PHYSICAL_IDS,
+                + u64::from(opts.physical_ids) * PHYSICAL_IDS
+                + u64::from(memory(&handle).fixed) * FIXED,
             ..Header::default()
         };
         let kind = payload.kind;
@@ -270,13 +271,19 @@ impl Sending {
         }
         let gpu = gpu(&ep);
         let verdict = gpu.await_verdict(&ep, OP, self.turn.lane, self.turn.ticket);
-        if let Err(error) = &verdict
-            && error.group_usable()
-            && far
-        {
-            gpu.signal(&ep, &self.turn, Phase::Done, &ep.flagged)?;
+        match verdict {
+            Err(error) if gpu.ends(&ep, &error) => return Err(ep.give_up(OP, error)),
+            Err(error) if error.group_usable() && far => {
+                // Who combines waits for a word of all that they have sent.
+                if error.of_operations() {
+                    gpu.tell_sent(&ep, &self.turn)?;
+                    gpu.await_sent(&ep, &self.turn, "dispatch, refused")?;
+                }
+                gpu.signal(&ep, &self.turn, Phase::Done, &ep.flagged)?;
+                return Err(error);
+            }
+            other => other?,
         }
-        verdict?;
         if !self.cached {
             let handle = self.handle.as_mut().and_then(Arc::get_mut);
             if let Some(memory) = handle.and_then(|handle| handle.gpu.as_mut()) {

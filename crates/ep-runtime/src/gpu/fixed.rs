@@ -63,6 +63,14 @@ impl Gpu {
         self.fixed.is_some()
     }
 
+    /// Whether an error that leaves groups usable elsewhere ends this one. Of ranks that disagree some may
+    /// have begun an exchange of blocks, of whose size the others know nothing: what those exchange next
+    /// would be taken for it.
+    pub(super) fn ends(&self, ep: &Inner, error: &EpError) -> bool {
+        let disagree = matches!(error, EpError::Disagreement { .. });
+        disagree && self.has_fixed() && !ep.paired.is_empty()
+    }
+
     /// Fails if nothing of this layer can be captured.
     pub(super) fn check_capture(&self, op: &'static str) -> Result<()> {
         let detail = match &self.fixed {

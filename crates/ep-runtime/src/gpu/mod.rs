@@ -450,9 +450,10 @@ impl Gpu {
         if let Some((raw, _)) = last.and_then(|queue| queue.raw()) {
             // SAFETY: a queue's stream is live as long as what was submitted to it.
             if unsafe { self.machine.is_capturing(raw) }.unwrap_or(false) {
-                // What was captured may use it whenever the graph is launched.
+                // What was captured may use it whenever the graph is launched, and what was submitted
+                // before may be using it still: no other call gets it.
                 states.captured |= 1 << index;
-                states.captured_free |= 1 << index;
+                tracing::debug!("slot {index} stays with a graph: it was dropped during a capture");
                 return;
             }
             // SAFETY: as above.
