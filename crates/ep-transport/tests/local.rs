@@ -111,11 +111,14 @@ fn a_late_rank_is_named_within_the_time_out() {
         })
         .collect();
     late.barrier().unwrap();
+    let mut longest = Duration::ZERO;
     for rank in ranks {
         let (error, took) = rank.join().unwrap();
         assert_eq!(error.peer(), Some(1), "{error}");
-        assert!(took >= limit && took < limit * 4, "{took:?}");
+        longest = longest.max(took);
     }
+    // Whose time is over first tells the other, who has not waited as long if it came later.
+    assert!(longest >= limit && longest < limit * 4, "{longest:?}");
 }
 
 #[test]
