@@ -65,16 +65,7 @@ fn bad_ids_are_the_same_error_everywhere_and_captures_are_refused() {
     let Some(gpus) = gpus() else { return };
     apart(&gpus, 2, (&builder(), TIMEOUT), |rank| {
         rank.round_trip();
-        let mut tokens = Tokens::new(rank.ep.rank(), 4);
-        if rank.ep.rank() == 1 {
-            tokens.ids[5] = 99;
-        }
-        rank.load(&tokens);
-        for opts in [opts(0), capacity()] {
-            let e = rank.dispatch(4, &opts).unwrap_err();
-            assert!(matches!(e, EpError::Ids { rank: 1, token: 2, id: 99, .. }), "{e}");
-        }
-        rank.round_trip();
+        rank.bad_ids_are_refused(&[opts(0), capacity()]);
         let graph = Graph::capture(rank.gpu.stream(), || {
             assert_argument(rank.dispatch(4, &capacity()), "cannot be captured");
         });
@@ -157,14 +148,7 @@ mod nccl {
         eps_of(gpus.count(), &placed, |ep| {
             let rank = Rank::new(&gpus, ep);
             rank.round_trip();
-            let mut tokens = Tokens::new(rank.ep.rank(), 4);
-            if rank.ep.rank() == 1 {
-                tokens.ids[5] = 99;
-            }
-            rank.load(&tokens);
-            let e = rank.dispatch(4, &opts(0)).unwrap_err();
-            assert!(matches!(e, EpError::Ids { rank: 1, token: 2, id: 99, .. }), "{e}");
-            rank.round_trip();
+            rank.bad_ids_are_refused(&[opts(0)]);
             rank.one_stops(timeout, &opts(0));
         });
         eps_of(gpus.count(), &placed, |ep| Rank::new(&gpus, ep).round_trip());

@@ -135,16 +135,7 @@ fn dropped_halves_and_cached_handles_leave_the_group_usable() {
 fn bad_ids_and_rows_that_do_not_fit_are_the_same_error_everywhere() {
     let Some(gpus) = gpus() else { return };
     across(&gpus, &[0, 0, 1], TIMEOUT, &builder(), |rank| {
-        let mut tokens = Tokens::new(rank.ep.rank(), 4);
-        if rank.ep.rank() == 1 {
-            tokens.ids[5] = 99;
-        }
-        rank.load(&tokens);
-        for opts in [opts(0), capacity()] {
-            let e = rank.dispatch(4, &opts).unwrap_err();
-            assert!(matches!(e, EpError::Ids { rank: 1, token: 2, id: 99, .. }), "{e}");
-        }
-        rank.round_trip();
+        rank.bad_ids_are_refused(&[opts(0), capacity()]);
     });
     // Rank 2 forwards what ranks 0 and 1 send to its node.
     let narrow = EpBuilder::new(shape().max_forward_rows(3));

@@ -136,16 +136,7 @@ fn bad_ids_are_the_same_error_everywhere_and_captures_are_refused() {
     let Some(gpus) = gpus(2) else { return };
     across(&gpus, &[0, 1], LIMIT, Hierarchy::Flat, |rank| {
         rank.round_trip();
-        let mut tokens = Tokens::new(rank.ep.rank(), 4);
-        if rank.ep.rank() == 1 {
-            tokens.ids[5] = 99;
-        }
-        rank.load(&tokens);
-        for opts in [opts(0), capacity()] {
-            let e = rank.dispatch(4, &opts).unwrap_err();
-            assert!(matches!(e, EpError::Ids { rank: 1, token: 2, id: 99, .. }), "{e}");
-        }
-        rank.round_trip();
+        rank.bad_ids_are_refused(&[opts(0), capacity()]);
         let graph = Graph::capture(rank.gpu.stream(), || {
             assert_argument(rank.dispatch(4, &capacity()), "cannot be captured");
         });

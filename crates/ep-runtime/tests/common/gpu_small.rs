@@ -171,6 +171,21 @@ impl<'a> Rank<'a> {
         assert_eq!(self.ep.free_slots(), 3);
     }
 
+    /// Rank 1 asks for an expert that there is not: every rank is told so, in each of these ways, and the
+    /// group goes on.
+    pub fn bad_ids_are_refused(&self, ways: &[DispatchOpts]) {
+        let mut tokens = Tokens::new(self.ep.rank(), 4);
+        if self.ep.rank() == 1 {
+            tokens.ids[5] = 99;
+        }
+        self.load(&tokens);
+        for opts in ways {
+            let e = self.dispatch(4, opts).unwrap_err();
+            assert!(matches!(e, EpError::Ids { rank: 1, token: 2, id: 99, .. }), "{e}");
+        }
+        self.round_trip();
+    }
+
     /// The group still works: a whole round trip is right.
     #[track_caller]
     pub fn round_trip(&self) {
