@@ -177,7 +177,13 @@ impl Core {
 
     /// Waits until what has been pushed is done.
     pub(super) fn flush(&self, deadline: Deadline) -> Result<()> {
-        self.shared.wait_retired("flush", &self.pushed(), deadline)
+        let flushed = self.shared.wait_retired("flush", &self.pushed(), deadline);
+        if let Err(TransportError::Aborted { .. }) = flushed {
+            // This rank's NICs may know more of it than what the others have told.
+            self.settle();
+            self.shared.check()?;
+        }
+        flushed
     }
 
     /// Waits, bounded, until the proxies have taken whatever the NICs had to report by now.

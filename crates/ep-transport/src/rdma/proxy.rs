@@ -16,7 +16,7 @@ use super::device::{Completion, Device, Id, Kind};
 use super::layout::CREDIT;
 use super::pair::Write;
 use super::sender::{Credit, Limits, Peer, Post, Pushed, What};
-use super::shared::{Order, Shared};
+use super::shared::{OP, Order, Shared};
 use super::tickets::Tickets;
 use crate::ring::Consumer;
 use crate::{Deadline, Result, TransportError};
@@ -29,7 +29,6 @@ const SPIN: Duration = Duration::from_micros(20);
 const SLICE: Duration = Duration::from_millis(50);
 /// Credit comes as a plain write, which wakes nobody: who waits for it looks this often.
 const STARVED: Duration = Duration::from_millis(1);
-const OP: &str = "rdma";
 
 /// What a proxy knows of one bulk peer.
 #[derive(Debug)]
@@ -158,7 +157,7 @@ impl<D: Device> Proxy<D> {
             }
             self.shared.retire(self.setup.nic, self.tickets.retire());
             if self.shared.stopping() {
-                let deadline = *ending.get_or_insert_with(|| Deadline::after(self.setup.drain));
+                let deadline = *ending.get_or_insert_with(|| Deadline::after(self.patience()));
                 let done = self.tickets.is_empty() && self.commands.is_empty();
                 if (done && self.close()?) || deadline.expired() {
                     if !done {
@@ -371,9 +370,20 @@ impl<D: Device> Proxy<D> {
         self.write(id, (from, to, CREDIT), None, true)
     }
 
+    /// How long what is under way may take after the link was dropped: where something went wrong, no
+    /// longer than the news of it.
+    fn patience(&self) -> Duration {
+        let longest = self.setup.drain;
+        if self.shared.fault().is_some() { longest.min(failures::NEWS) } else { longest }
+    }
+
     /// Tells peers that nobody answers here any more, so that what they send yet is no failure;
-    /// whether all know. Those that have closed, left or failed need not.
+    /// whether all know. Those that have closed, left or failed need not. Where something went wrong
+    /// nobody is told, as the word might come before the news of it.
     fn close(&mut self) -> Result<bool> {
+        if self.shared.fault().is_some() {
+            return Ok(true);
+        }
         let telling = |proxy: &Self, peer: usize| {
             let over = proxy.shared.closed(peer, proxy.setup.nic) || proxy.shared.is_lost(peer);
             let remote = proxy.remotes[peer].as_ref();

@@ -10,6 +10,8 @@ use super::layout::{Layout, Words};
 use crate::ring::Command;
 use crate::{Deadline, Group, Result, TransportError};
 
+/// What proxies are at.
+pub(super) const OP: &str = "rdma";
 /// The longest that proxies are waited for before a peer counts as gone.
 const SETTLE: Duration = Duration::from_millis(200);
 
@@ -132,9 +134,15 @@ impl Shared {
         self.stopping.load(Ordering::Acquire)
     }
 
-    /// Whether `peer` wants nothing more: it has closed its link or left in good order.
+    /// Whether `peer` does nothing more: it has closed its link or left, after everything it had to do
+    /// unless the group has a [fault](Shared::fault).
     pub(super) fn closed(&self, peer: usize, nic: usize) -> bool {
         self.words.closed(self.layout.credit_in(peer, nic)) || self.group.health().has_left(peer)
+    }
+
+    /// What is wrong with the group, as far as this rank has heard or found itself.
+    pub(super) fn fault(&self) -> Option<TransportError> {
+        self.check().and_then(|()| self.group.health().check(OP)).err()
     }
 
     pub(super) fn is_lost(&self, peer: usize) -> bool {

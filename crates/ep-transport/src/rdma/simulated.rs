@@ -39,7 +39,7 @@ pub(super) struct Fabric {
     /// In the order of posting.
     flying: Vec<Flying>,
     /// What each rank's device will report.
-    reports: HashMap<usize, Vec<Completion>>,
+    pub reports: HashMap<usize, Vec<Completion>>,
     /// Room for immediates, by (rank, peer, pair).
     room: HashMap<(usize, usize, usize), usize>,
     /// The memory of ranks whose devices exist.
@@ -51,6 +51,8 @@ pub(super) struct Fabric {
     pub events: HashMap<usize, Vec<Event>>,
     /// Ranks that answer nothing any more.
     pub dead: Vec<usize>,
+    /// Nothing moves.
+    pub held: bool,
     random: u64,
     /// An immediate came for which there was no room.
     overrun: bool,
@@ -66,7 +68,7 @@ impl Fabric {
     fn step(&mut self) {
         let moving: Vec<usize> =
             (0..self.flying.len()).filter(|&i| !self.flying[i].whole).collect();
-        if moving.is_empty() {
+        if moving.is_empty() || self.held {
             return;
         }
         let index = moving[self.random(moving.len())];

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use super::device::{Id, Kind};
+use super::device::{Completion, Id, Kind};
 use super::events::Event;
 use super::simulated::{Fabric, ranks};
 use crate::{Deadline, Group, Put, Queue, Transport, TransportError, WindowSpec};
@@ -72,6 +72,82 @@ fn a_queue_pair_that_fails_is_everyones_error() {
     // A status that blames the rank's own side, and one that blames the peer.
     is_everyones_error(Event::Pair { id, status: 2, detail: detail.clone() }, &texts, 2);
     is_everyones_error(Event::Pair { id, status: 10, detail }, &texts, 1);
+}
+
+/// Rank 0 puts to rank 1, which goes before that has moved, `when` it is well or not; what the flush says.
+fn flush_to_one_that_goes(
+    well: bool,
+    puts_first: bool,
+    bytes: usize,
+) -> Result<(), TransportError> {
+    let (mut ranks, fabrics) = ranks(2, (1, 1, 1), 13);
+    let ((peer, mut theirs), (group, transport)) = (ranks.pop().unwrap(), ranks.pop().unwrap());
+    // Its last word does not move either.
+    theirs.options.drain = Duration::from_millis(100);
+    let opens = || theirs.open(&peer, SPEC, after()).unwrap();
+    let (link, other) = std::thread::scope(|scope| {
+        let other = scope.spawn(opens);
+        (transport.open(&group, SPEC, after()).unwrap(), other.join().unwrap())
+    });
+    let fabric = fabrics.0.lock()[&(0, 0)].clone();
+    fabric.lock().held = true;
+    let put = || link.put(&QUEUE, Put { peer: 1, from: 0, to: 0, bytes });
+    if puts_first {
+        put().unwrap();
+    }
+    if !well {
+        let id = Id { kind: Kind::Write, peer: 0, pair: 0 };
+        let event = Event::Pair { id, status: 10, detail: "remote access error".into() };
+        fabric.lock().events.entry(1).or_default().push(event);
+        other.wait(&QUEUE, "data", &[0], 0, after()).unwrap_err();
+    }
+    drop((other, peer));
+    fabric.lock().held = false;
+    if !puts_first {
+        put()?;
+    }
+    link.flush(&QUEUE, after())
+}
+
+/// A write that came to nothing is an error, even if the peer is gone by then, if it went for it.
+#[test]
+fn what_a_failed_peer_did_not_get_is_an_error() {
+    for (puts_first, bytes) in [(true, 64), (true, 1 << 16), (false, 4096)] {
+        let error = flush_to_one_that_goes(false, puts_first, bytes).unwrap_err();
+        assert_eq!(error.peer(), Some(1), "{error}");
+        // A peer that has left in good order wanted nothing more.
+        flush_to_one_that_goes(true, puts_first, bytes).unwrap();
+    }
+}
+
+/// What takes a peer that is there, or nobody but this rank, is an error though the peer has left.
+#[test]
+fn requests_that_are_refused_are_an_error_whoever_has_left() {
+    for status in [1, 2, 4, 9, 10, 11, 13] {
+        let (ranks, fabrics) = ranks(2, (1, 1, 1), 14);
+        let run = |(group, transport): (Group, super::simulated::Simulated)| {
+            let link = transport.open(&group, SPEC, after()).unwrap();
+            group.barrier().unwrap();
+            if group.rank() == 1 {
+                return;
+            }
+            link.wait(&QUEUE, "its end", &[1], 0, after()).unwrap_err();
+            let id = Id { kind: Kind::Write, peer: 1, pair: 0 };
+            let failed = Completion::Failed { id, status, detail: "refused".into() };
+            let fabric = fabrics.0.lock()[&(0, 0)].clone();
+            fabric.lock().reports.entry(0).or_default().push(failed);
+            let until = after();
+            while link.flush(&QUEUE, after()).is_ok() {
+                assert!(!until.expired(), "status {status} is nobody's error");
+                std::thread::yield_now();
+            }
+            let error = link.flush(&QUEUE, after()).unwrap_err();
+            assert_eq!(error.code(), Some(status), "{error}");
+        };
+        std::thread::scope(|scope| {
+            ranks.into_iter().for_each(|one| drop(scope.spawn(|| run(one))))
+        });
+    }
 }
 
 /// What befalls a NIC through which nobody is reached any more ends no group.

@@ -13,8 +13,10 @@ const ROUNDS: u32 = 1024;
 const SLICE: Timespec = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
 /// The status of what was flushed because something before it failed.
 const FLUSHED: i32 = 5;
+/// The status of what nobody answered.
+const UNANSWERED: i32 = 12;
 /// How long a failed write waits for the news that its peer has left in good order.
-const NEWS: std::time::Duration = std::time::Duration::from_millis(300);
+pub(super) const NEWS: std::time::Duration = std::time::Duration::from_millis(300);
 
 impl<D: Device> Proxy<D> {
     pub(super) fn error(&self, id: Id, status: i32, detail: &str) -> TransportError {
@@ -28,9 +30,22 @@ impl<D: Device> Proxy<D> {
         }
     }
 
+    /// A request has failed. What a peer that has left cannot be the cause of is decided at once: a
+    /// request that is wrong here, or one that was refused, which takes a peer that is there.
+    pub(super) fn failed(&mut self, id: Id, status: i32, detail: &str) {
+        if matches!(status, FLUSHED | UNANSWERED) {
+            return self.doubt(id, status, detail);
+        }
+        let Some(remote) = self.remotes[id.peer].as_mut() else { return };
+        remote.broken = true;
+        if !remote.gone {
+            self.lose(id.peer, self.error(id, status, detail));
+        }
+    }
+
     /// A queue pair is broken. That is a failure if there was something to be done on it, unless
     /// the peer has left: then it wanted nothing more, and its last answers went with it.
-    pub(super) fn failed(&mut self, id: Id, status: i32, detail: &str) {
+    fn doubt(&mut self, id: Id, status: i32, detail: &str) {
         let Some(remote) = self.remotes[id.peer].as_mut() else { return };
         remote.broken = true;
         if remote.gone {
@@ -60,7 +75,8 @@ impl<D: Device> Proxy<D> {
             self.device.events(&mut events)?;
             for event in events {
                 match event {
-                    Event::Pair { id, status, detail } => self.failed(id, status, &detail),
+                    // Whoever asked for what broke it hears the cause, and says it.
+                    Event::Pair { id, status, detail } => self.doubt(id, status, &detail),
                     Event::PortDown { port } => {
                         self.down.get_or_insert((port, Deadline::after(self.setup.grace)));
                     }
@@ -96,7 +112,12 @@ impl<D: Device> Proxy<D> {
     /// Goes on without the NIC, through which nobody is reached any more: what is still asked for is
     /// done with at once.
     pub(super) fn outlast(&mut self) -> Result<()> {
-        (0..self.remotes.len()).for_each(|peer| self.forget(peer));
+        for peer in 0..self.remotes.len() {
+            let id = Id { kind: Kind::Write, peer, pair: 0 };
+            if self.remotes[peer].is_some() {
+                self.leave(peer, self.error(id, libc::ENODEV, "the NIC has failed"));
+            }
+        }
         while !self.shared.stopping() {
             while self.take() {}
             self.shared.retire(self.setup.nic, self.tickets.retire());
@@ -124,21 +145,33 @@ impl<D: Device> Proxy<D> {
             if !self.remotes[peer].as_ref().is_some_and(waits) {
                 continue;
             }
+            let id = Id { kind: Kind::Write, peer, pair: 0 };
             if self.shared.closed(peer, nic) {
-                self.forget(peer);
+                self.leave(peer, self.error(id, libc::ECONNRESET, "the peer has left"));
             } else if self.shared.is_lost(peer) {
-                let id = Id { kind: Kind::Write, peer, pair: 0 };
                 self.lose(peer, self.error(id, libc::ECONNRESET, "the peer has died"));
             }
         }
         for (peer, error, until) in std::mem::take(&mut self.doubtful) {
             if self.shared.closed(peer, nic) {
-                self.forget(peer);
+                self.leave(peer, error);
             } else if until.expired() || self.shared.is_lost(peer) {
                 self.lose(peer, error);
             } else {
                 self.doubtful.push((peer, error, until));
             }
+        }
+    }
+
+    /// The peer is there no more, and something for it was not done, for which `error` stands. It
+    /// wanted nothing more, unless something is wrong with the group: then that may be why it went.
+    fn leave(&mut self, peer: usize, error: TransportError) {
+        let ends = [Some(peer), Some(self.shared.rank())];
+        match self.shared.fault() {
+            None => self.forget(peer),
+            // What others have done to each other says more than that the peer went for it.
+            Some(fault) if !ends.contains(&fault.peer()) => self.lose(peer, fault),
+            Some(_) => self.lose(peer, error),
         }
     }
 
