@@ -142,7 +142,13 @@ impl Control for LocalControl {
     }
 
     fn leave(&self, panicking: bool) {
+        // Whoever told this rank of it may not have told the others yet, and they must not take its
+        // leaving for one in good order.
+        let fault = self.hub.healths[self.rank].fault();
         self.hub.tell(self.rank, |health| {
+            if let Some(fault) = &fault {
+                health.set(fault.clone());
+            }
             if panicking {
                 health.lost(self.rank, "its thread panicked");
             } else {
@@ -220,5 +226,23 @@ fn mismatch(op: &'static str, ops: &[&'static str]) -> TransportError {
         field: "operation".into(),
         ranks,
         detail: format!("rank 0 is in {}, rank {first} in {}", ops[0], ops[first]),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The fault for which a rank leaves is known wherever its leaving is.
+    #[test]
+    fn nobody_hears_of_a_leaving_before_the_fault_it_is_for() {
+        let hub = Hub::new(3);
+        let ends: Vec<_> = (0..3).map(|rank| hub.member(rank)).collect();
+        // Rank 0 has told rank 1 and no other yet.
+        let fault = Fault { by: 0, blames: Some(2), why: "told half".into() };
+        ends[1].1.set(fault.clone());
+        ends[1].0.leave(false);
+        assert!(ends[2].1.check_waiting("wait", &[1]).is_err());
+        assert_eq!(ends[2].1.fault(), Some(fault));
     }
 }

@@ -137,7 +137,7 @@ impl<D: Device> Proxy<D> {
         if let Err(error) = worked.unwrap_or_else(panicked) {
             self.shared.fail_all(&error);
         }
-        self.shared.retire(self.setup.nic, u64::MAX);
+        self.shared.end(self.setup.nic);
     }
 
     fn work(&mut self) -> Result<()> {
@@ -160,10 +160,7 @@ impl<D: Device> Proxy<D> {
                 let deadline = *ending.get_or_insert_with(|| Deadline::after(self.patience()));
                 let done = self.tickets.is_empty() && self.commands.is_empty();
                 if (done && self.close()?) || deadline.expired() {
-                    if !done {
-                        tracing::warn!("a link is dropped before everything was sent");
-                    }
-                    return Ok(());
+                    return if done { Ok(()) } else { Err(self.unsent()) };
                 }
             }
             if busy {
@@ -420,10 +417,7 @@ impl<D: Device> Proxy<D> {
             self.commands.awake();
             return Ok(());
         }
-        for (peer, remote) in self.remotes.iter().enumerate() {
-            let unsent = remote.as_ref().is_some_and(|remote| !remote.sender.idle());
-            self.shared.set_unsent(self.setup.nic, peer, unsent);
-        }
+        self.note_unsent();
         let waits = |r: &Remote| r.sender.waiting();
         let starved = self.remotes.iter().flatten().any(waits) || !self.doubtful.is_empty();
         let bound =
@@ -437,5 +431,20 @@ impl<D: Device> Proxy<D> {
             self.look_next_round();
         }
         Ok(())
+    }
+
+    fn note_unsent(&self) {
+        for (peer, remote) in self.remotes.iter().enumerate() {
+            let unsent = remote.as_ref().is_some_and(|remote| !remote.sender.idle());
+            self.shared.set_unsent(self.setup.nic, peer, unsent);
+        }
+    }
+
+    /// The error of a link that is dropped before everything was sent.
+    fn unsent(&self) -> TransportError {
+        self.note_unsent();
+        let error = self.shared.unanswered("close", self.setup.drain);
+        tracing::warn!(%error, "a link is dropped before everything was sent");
+        error
     }
 }

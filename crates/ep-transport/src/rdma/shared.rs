@@ -13,7 +13,7 @@ use crate::{Deadline, Group, Result, TransportError};
 /// What proxies are at.
 pub(super) const OP: &str = "rdma";
 /// The longest that proxies are waited for before a peer counts as gone.
-const SETTLE: Duration = Duration::from_millis(200);
+const SETTLE: Duration = Duration::from_secs(2);
 
 /// A command, as it goes through the ring.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -178,6 +178,12 @@ impl Shared {
         self.passes[nic].fetch_add(1, Ordering::Release);
     }
 
+    /// The proxy of `nic` has ended: nobody need wait for it.
+    pub(super) fn end(&self, nic: usize) {
+        self.passes[nic].store(u64::MAX, Ordering::Release);
+        self.retire(nic, u64::MAX);
+    }
+
     /// Waits, not for long, until every proxy has taken whatever the NICs had to report by now.
     pub(super) fn settle(&self, wake: impl Fn()) {
         // The pass under way may have looked already.
@@ -227,19 +233,18 @@ impl Shared {
         tickets: &[u64],
         deadline: Deadline,
     ) -> Result<()> {
+        // What this rank saw itself says more than what it told the group of it. What is done may be
+        // so because its peer is gone, which is fine in a group that is well.
+        let health = || self.check().and_then(|()| self.group.health().check(op));
         let done = || self.are_retired(tickets);
         if done() {
-            return self.check();
+            return health();
         }
         self.waiting.fetch_add(1, Ordering::SeqCst);
         let outcome = loop {
             let mut guard = self.waiters.lock();
-            if done() {
-                break self.check();
-            }
-            // What this rank saw itself says more than what it told the group of it.
-            let health = self.check().and_then(|()| self.group.health().check(op));
-            if health.is_err() {
+            let health = health();
+            if done() || health.is_err() {
                 break health;
             }
             if deadline.expired() {

@@ -15,7 +15,7 @@ use crate::health::{Fault, Health};
 use crate::{Deadline, Result, TransportError};
 
 /// How long the last messages of a rank may take.
-const PARTING: Duration = Duration::from_millis(500);
+const PARTING: Duration = Duration::from_secs(5);
 /// How long after a rank's own deadline it waits for the hub to name the absent.
 const GRACE: Duration = Duration::from_millis(200);
 /// Waits look around this often even if nobody wakes them.
@@ -61,6 +61,8 @@ struct Shared {
 #[derive(Debug)]
 pub(crate) struct Conn {
     writer: Mutex<TcpStream>,
+    /// The same, for when a thread has the writer.
+    socket: TcpStream,
     shared: Arc<Shared>,
     reader: Option<JoinHandle<()>>,
 }
@@ -75,7 +77,7 @@ impl Conn {
     ) -> io::Result<Self> {
         decoder.trust();
         stream.set_read_timeout(None)?;
-        let from = stream.try_clone()?;
+        let (from, socket) = (stream.try_clone()?, stream.try_clone()?);
         let (seats, lost) = (BTreeMap::new(), BTreeMap::new());
         let state = State { seats, lost, farewell: false, parted: false, closed: None };
         let shared = Arc::new(Shared { state: Mutex::new(state), changed: Condvar::new(), world });
@@ -85,7 +87,7 @@ impl Conn {
         let reader = std::thread::Builder::new()
             .name(format!("ep-control-{rank}"))
             .spawn(move || of_reader.read(from, decoder))?;
-        Ok(Self { writer: Mutex::new(stream), shared, reader: Some(reader) })
+        Ok(Self { writer: Mutex::new(stream), socket, shared, reader: Some(reader) })
     }
 
     /// Joins a group; the world's seat exists already.
@@ -155,6 +157,11 @@ impl Conn {
             let slice = (Instant::now() + SLICE).min(until);
             self.shared.changed.wait_until(&mut state, slice);
         }
+    }
+
+    /// Ends the connection, whatever is under way on it.
+    pub(super) fn cut(&self) {
+        let _ = self.socket.shutdown(Shutdown::Both);
     }
 
     /// Makes waits of this rank look at their group's health.

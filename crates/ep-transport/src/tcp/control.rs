@@ -1,7 +1,7 @@
 //! A group's control plane over a rank's connection to the hub.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::Duration;
 
 use parking_lot::Mutex;
@@ -14,6 +14,8 @@ use crate::{Deadline, Result, TransportError};
 
 /// How long telling the others may take.
 const TELL: Duration = Duration::from_millis(200);
+/// How long telling them that this rank leaves may take, which others go by.
+const LEAVE: Duration = Duration::from_secs(2);
 
 /// One group of a rank.
 #[derive(Debug)]
@@ -25,6 +27,8 @@ pub(crate) struct TcpControl {
     /// The number of the next all-gather; held during one.
     next: Mutex<u64>,
     splits: AtomicU32,
+    /// The others could not be told of a fault of this rank.
+    untold: AtomicBool,
     conn: Arc<Conn>,
 }
 
@@ -37,7 +41,13 @@ impl TcpControl {
     fn new(conn: Arc<Conn>, id: GroupId, members: Vec<usize>) -> (Self, Arc<Health>) {
         let health = conn.seat(&id, &members);
         let (next, splits) = (Mutex::new(0), AtomicU32::new(0));
-        (Self { id, members, health: health.clone(), next, splits, conn }, health)
+        let untold = AtomicBool::new(false);
+        (Self { id, members, health: health.clone(), next, splits, untold, conn }, health)
+    }
+
+    fn aborted(&self, fault: &Fault) -> Message {
+        let blames = fault.blames.and_then(|rank| u32::try_from(rank).ok());
+        Message::Abort { group: self.id.clone(), blames, why: text(&fault.why) }
     }
 
     fn explain(&self, op: &'static str, failure: Failure, deadline: Deadline) -> TransportError {
@@ -123,17 +133,24 @@ impl Control for TcpControl {
 
     fn abort(&self, fault: &Fault) {
         self.conn.wake();
-        let blames = fault.blames.and_then(|rank| u32::try_from(rank).ok());
-        let message = Message::Abort { group: self.id.clone(), blames, why: text(&fault.why) };
-        if let Err(error) = self.conn.send("abort", &message, &[], Deadline::after(TELL)) {
-            tracing::debug!(%error, "the others could not be told of a failure");
+        let (message, until) = (self.aborted(fault), Deadline::after(TELL));
+        if let Err(error) = self.conn.send("abort", &message, &[], until) {
+            tracing::debug!(%error, "the others could not be told of a failure yet");
+            self.untold.store(true, Ordering::Release);
         }
     }
 
     fn leave(&self, panicking: bool) {
-        let message = Message::Leave { group: self.id.clone(), panicked: panicking };
-        // If this fails the connection has, and the others hear that.
-        let _ = self.conn.send("leave", &message, &[], Deadline::after(TELL));
+        let until = Deadline::after(LEAVE);
+        let tell = |message| self.conn.send("leave", &message, &[], until);
+        let fault = self.health.fault().filter(|_| self.untold.load(Ordering::Acquire));
+        let told = fault.map_or(Ok(()), |fault| tell(self.aborted(&fault)));
+        let left = Message::Leave { group: self.id.clone(), panicked: panicking };
+        if let Err(error) = told.and_then(|()| tell(left)) {
+            // The others must not go on as if this rank were there; they hear that it is lost.
+            tracing::debug!(%error, "a group could not be left in good order");
+            self.conn.cut();
+        }
         self.conn.stand_up(&self.id);
     }
 

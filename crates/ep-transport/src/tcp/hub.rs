@@ -21,8 +21,8 @@ const HELLO_TIME: Duration = Duration::from_secs(5);
 const STRANGERS: usize = 256;
 /// A shortage of the operating system that lasts so long ends the meeting.
 const SHORTAGE: Duration = Duration::from_secs(2);
-/// So long those who could not be accepted before are told that the meeting has ended; less than a
-/// rank waits for a verdict beyond its own deadline.
+/// So long those who come later are told that the meeting has ended, and why; less than a rank waits
+/// for a verdict beyond its own deadline.
 const TELLING: Duration = Duration::from_millis(800);
 /// No rank waits longer than this for a collective.
 const MAX_WAIT: Duration = Duration::from_secs(30 * 24 * 3600);
@@ -95,6 +95,14 @@ impl Out {
     }
 }
 
+/// Why there will be no group.
+#[derive(Clone, Debug)]
+struct Verdict {
+    until: Instant,
+    peer: Option<usize>,
+    detail: String,
+}
+
 /// The state machine.
 #[derive(Debug)]
 pub(crate) struct Hub {
@@ -104,8 +112,8 @@ pub(crate) struct Hub {
     phase: Phase,
     /// What keeps ranks from being accepted, and until when that may pass.
     shortage: Option<(Instant, String)>,
-    /// What those hear who are accepted after a failure, and until when.
-    verdict: Option<(Instant, String)>,
+    /// What those hear who are accepted after a failure.
+    verdict: Option<Verdict>,
     /// How many knew another token.
     foreign: usize,
     peers: HashMap<ConnId, Peer>,
@@ -153,7 +161,8 @@ impl Hub {
         });
         let start = (self.phase == Phase::Gathering).then_some(self.until);
         let rooms = self.rooms.values().filter_map(Room::next_deadline);
-        let [shortage, verdict] = [&self.shortage, &self.verdict].map(|due| Some(due.as_ref()?.0));
+        let shortage = self.shortage.as_ref().map(|(until, _)| *until);
+        let verdict = self.verdict.as_ref().map(|verdict| verdict.until);
         strangers.chain(start).chain(shortage).chain(verdict).chain(rooms).min()
     }
 
@@ -200,11 +209,11 @@ impl Hub {
             self.refuse(conn, None, "no hello came in time");
         }
         self.give_up(now);
-        if let Some((_, detail)) = self.verdict.take_if(|(until, _)| *until <= now)
+        if let Some(Verdict { peer, detail, .. }) = self.verdict.take_if(|v| v.until <= now)
             && let Seat::Taken(conn) = self.out.seats[0]
             && matches!(self.peers.get(&conn), Some(Peer::Rank(0)))
         {
-            self.refuse(conn, Some(0), &detail);
+            self.refuse(conn, peer, &detail);
         }
         for room in self.rooms.values_mut() {
             room.tick(now, &mut self.out);
@@ -224,12 +233,7 @@ impl Hub {
         if let Some((_, why)) = short {
             let here = world - missing.len();
             let detail = format!("{why}; {here} of {world} ranks had been accepted");
-            // Rank 0 hears it last: this is its process, which may end when it does.
-            let first = std::mem::replace(&mut self.out.seats[0], Seat::Free);
-            self.fail(Some(0), &detail);
-            self.out.seats[0] = first;
-            self.verdict = Some((now + TELLING, detail));
-            return;
+            return self.conclude(now, Some(0), detail);
         }
         let foreign = match self.foreign {
             0 => String::new(),
@@ -258,8 +262,8 @@ impl Hub {
     }
 
     fn accepted(&mut self, now: Instant, conn: ConnId) {
-        if let Some((_, detail)) = self.verdict.clone() {
-            return self.refuse(conn, Some(0), &detail);
+        if let Some(Verdict { peer, detail, .. }) = self.verdict.clone() {
+            return self.refuse(conn, peer, &detail);
         }
         if self.phase != Phase::Gathering {
             self.out.actions.push(Action::Close(conn));
@@ -282,6 +286,17 @@ impl Hub {
         let frame = encode(&Message::Refused { peer, detail: text(detail) }, &[]);
         self.out.actions.push(Action::Send(conn, frame));
         self.out.actions.push(Action::Close(conn));
+    }
+
+    /// There will be no group: tells every rank that is here, and for a while those who come yet. Rank 0
+    /// hears it last: this is its process, which may end when it does.
+    fn conclude(&mut self, now: Instant, peer: Option<usize>, detail: String) {
+        let first = std::mem::replace(&mut self.out.seats[0], Seat::Free);
+        self.fail(peer, &detail);
+        self.out.seats[0] = first;
+        // Nothing ends before rank 0 has come, which may take as long as others may be silent.
+        let wait = if first == Seat::Free { HELLO_TIME } else { TELLING };
+        self.verdict = Some(Verdict { until: now + wait, peer, detail });
     }
 
     /// There will be no group: tells every rank that is here.
@@ -334,7 +349,7 @@ impl Hub {
         };
         if let Some(problem) = problem {
             self.refuse(conn, Some(rank), &problem);
-            return self.fail(Some(rank), &problem);
+            return self.conclude(now, Some(rank), problem);
         }
         self.peers.insert(conn, Peer::Rank(rank));
         self.out.seats[rank] = Seat::Taken(conn);

@@ -57,13 +57,14 @@ impl Room {
             return false;
         }
         self.opened[seat] = true;
+        // First what others may have left for.
+        if let Some(fault) = &self.fault {
+            out.send(rank, fault.clone());
+        }
         for (other, left) in self.left.iter().enumerate() {
             if let Some(panicked) = *left {
                 out.send(rank, self.left_message(other, panicked));
             }
-        }
-        if let Some(fault) = &self.fault {
-            out.send(rank, fault.clone());
         }
         true
     }

@@ -390,6 +390,34 @@ fn a_shortage_that_passes_harms_nobody_and_one_that_lasts_is_the_verdict() {
     assert!(!all.hub.listening() && all.hub.done());
 }
 
+/// Whoever comes after ranks were found to disagree hears why, rank 0 too, whose process the hub is in.
+#[test]
+fn a_disagreement_is_told_to_those_who_come_later() {
+    let twice = Some("rank 1 was started twice: give every process its own rank");
+    for first in [false, true] {
+        let mut all = World::new(4);
+        if first {
+            all.accept(0);
+            all.hello(0, 0, 4, TOKEN);
+        }
+        for conn in [1, 2] {
+            all.accept(conn);
+            all.hello(conn, 1, 4, TOKEN);
+        }
+        assert_eq!(all.clients[&2].refused.as_deref(), twice);
+        assert_eq!(all.clients[&1].refused.as_deref(), twice);
+        all.pass(TELLING / 2);
+        for conn in if first { vec![3] } else { vec![0, 3] } {
+            assert!(all.hub.listening() && !all.hub.done());
+            all.accept(conn);
+            assert_eq!(all.clients[&conn].refused.as_deref(), twice, "connection {conn}");
+        }
+        all.pass(HELLO_TIME);
+        assert_eq!(all.clients[&0].refused.as_deref(), twice);
+        assert!(!all.hub.listening() && all.hub.done());
+    }
+}
+
 #[test]
 fn a_time_out_during_a_shortage_names_the_shortage() {
     let mut all = World::new(2);
