@@ -67,7 +67,7 @@ impl Map {
         self.exchanging(self.flags) + 2 * stream * LINE
     }
 
-    /// What a stream awaits until the sources of its puts are free.
+    /// What a stream awaits until the sources of its puts are free; behind it, what says that it does.
     fn flushed(&self, stream: usize) -> usize {
         self.doorbell(stream) + LINE
     }
@@ -94,7 +94,8 @@ pub(super) fn shared_spec(map: Map) -> WindowSpec {
 pub(super) struct Registered {
     /// Its first byte as GPUs see it.
     pub device: u64,
-    _locked: Buried<Locked>,
+    /// Words of a test are not locked.
+    _locked: Option<Buried<Locked>>,
 }
 
 /// What has to be unlocked before it is unmapped.
@@ -124,7 +125,7 @@ impl Registered {
         // SAFETY: just registered as mapped.
         let code = unsafe { (driver.host_pointer)(&mut device, at, 0) };
         gpu.check(OP, "cuMemHostGetDevicePointer", code)?;
-        let registered = Arc::new(Self { device, _locked: locked });
+        let registered = Arc::new(Self { device, _locked: Some(locked) });
         all.retain(|_, known| known.strong_count() > 0);
         all.insert(at as usize, Arc::downgrade(&registered));
         Ok(registered)
@@ -182,6 +183,11 @@ impl Board {
 
     pub fn flags(&self) -> u32 {
         self.map.flags
+    }
+
+    /// How many streams there may be whose orders a bridge takes.
+    pub fn streams(&self) -> usize {
+        self.map.streams
     }
 
     /// The counts by which waits stay behind signals, with where each rank is.
@@ -296,6 +302,19 @@ impl Board {
             .collect()
     }
 
+    /// What marks the wait of a stream that awaits that its sources are free, while it does.
+    pub fn unflushed(&self, stream: usize) -> Option<u32> {
+        let word = |offset| self.word(self.rank, self.map.flushed(stream) + offset);
+        let mark = word(4).load(Ordering::Relaxed);
+        (mark != 0 && word(0).load(Ordering::Acquire) == 0).then_some(mark)
+    }
+
+    /// Whether a stream is seen waiting for something.
+    pub fn is_awaited(&self) -> bool {
+        (0..self.map.flags).any(|flag| !self.absent(flag).is_empty())
+            || (0..self.map.streams).any(|stream| self.unflushed(stream).is_some())
+    }
+
     /// The word of [`Board::exchanging`], as GPUs see it.
     #[cfg(feature = "nccl")]
     pub fn exchanging_word(&self, number: u32) -> u64 {
@@ -324,7 +343,7 @@ impl Board {
         self.word(self.rank, self.map.poisoned()).load(Ordering::Acquire) != 0
     }
 
-    /// Raises all flags here, so that streams get past their waits.
+    /// Raises all flags here and says that sources are free, so that streams get past their waits.
     pub fn release(&self) {
         for flag in 0..self.map.flags {
             for source in 0..self.map.world {
@@ -343,9 +362,62 @@ impl Board {
     }
 }
 
+/// Of a rank that is alone and has no GPU: a test writes what streams would.
+#[cfg(test)]
+impl Board {
+    pub fn alone(flags: u32, streams: usize) -> Self {
+        let map = Map::new(flags, 1, streams);
+        let group = crate::Group::local(1).unwrap().remove(0);
+        let deadline = crate::Deadline::after(crate::DEFAULT_TIMEOUT);
+        let shared = crate::ThreadTransport::new().open_host(&group, shared_spec(map), deadline);
+        let shared = shared.unwrap();
+        let at = shared.region(0).base().as_ptr() as usize;
+        let registered = Arc::new(Registered { device: at as u64, _locked: None });
+        Self { map, rank: 0, boards: Arc::new(vec![Some(OneBoard { at, registered })]), shared }
+    }
+
+    /// Writes a word by the address that GPUs have of it.
+    pub fn write(&self, address: u64, value: u32) {
+        let offset = address - self.device(self.rank);
+        assert!((offset as usize) < self.map.bytes());
+        self.word(self.rank, offset as usize).store(value, Ordering::Release);
+    }
+
+    /// The word of a stream that awaits that its sources are free.
+    pub fn flush_of(&self, stream: usize) -> u64 {
+        self.device(self.rank) + self.map.flushed(stream) as u64
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// A stream that waits is seen waiting until it is let go, whatever it waits for.
+    #[test]
+    fn all_that_streams_wait_for_is_released() {
+        let board = Board::alone(3, 4);
+        assert!(!board.is_awaited());
+        let flags: Vec<u64> = (0..3).map(|flag| board.ours(0, flag)).collect();
+        let flushes: Vec<u64> = (0..4).map(|stream| board.flush_of(stream)).collect();
+        for &word in flags.iter().chain(&flushes) {
+            board.write(word + 4, 6);
+            assert!(board.is_awaited());
+            board.write(word + 4, 0);
+            assert!(!board.is_awaited());
+        }
+        flags.iter().chain(&flushes).for_each(|&word| board.write(word + 4, 6));
+        assert_eq!(board.absent(1), [(0, 6)]);
+        assert_eq!(board.unflushed(3), Some(6));
+        board.release();
+        assert!(!board.is_awaited());
+        assert!((0..3).all(|flag| board.is_set(flag, 0)));
+        // They have taken note, and wait again.
+        flags.iter().chain(&flushes).for_each(|&word| board.write(word, 0));
+        assert_eq!((board.absent(2), board.unflushed(0)), (vec![(0, 6)], Some(6)));
+        board.set_flushed(0);
+        assert_eq!((board.unflushed(0), board.unflushed(1)), (None, Some(6)));
+    }
 
     #[test]
     fn words_of_a_board_are_apart() {
@@ -358,7 +430,11 @@ mod tests {
                 .chain((0..world).map(|s| (map.trial(s), 4)))
                 .chain([(map.pacing(), Pacing::bytes(flags, world))])
                 .chain((0..flags).flat_map(|f| [0, 4].map(|at| (map.exchanging(f) + at, 4))))
-                .chain((0..3).flat_map(|s| [(map.doorbell(s), 4), (map.flushed(s), 4)]))
+                .chain(
+                    (0..3)
+                        .flat_map(|s| [map.doorbell(s), map.flushed(s), map.flushed(s) + 4])
+                        .map(|at| (at, 4)),
+                )
                 .collect();
             words.sort_unstable();
             assert!(words.windows(2).all(|w| w[0].0 + w[0].1 <= w[1].0));

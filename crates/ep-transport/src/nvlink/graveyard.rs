@@ -120,12 +120,10 @@ impl Graveyard {
         }
     }
 
-    /// Whether no stream of this process is seen waiting for a flag.
+    /// Whether no stream of this process is seen waiting for a flag, or for its sources to be free.
     fn quiet(&self) -> bool {
         let links: Vec<_> = self.links.lock().iter().filter_map(Weak::upgrade).collect();
-        links
-            .iter()
-            .all(|link| (0..link.board.flags()).all(|flag| link.board.absent(flag).is_empty()))
+        links.iter().all(|link| !link.board.is_awaited())
     }
 }
 

@@ -11,6 +11,8 @@ use super::board::Board;
 use super::driver::{Gpu, MemOp};
 use super::graveyard::Buried;
 use super::memory::{Seen, Setup};
+#[cfg(feature = "rdma")]
+use super::watchdog::Others;
 use super::watchdog::Watchdog;
 use super::words::Words;
 use crate::host_link::{check_flag, check_put, check_rank};
@@ -147,31 +149,36 @@ impl NvlinkLink {
         self.windows.get(peer).is_some_and(Option::is_some)
     }
 
-    /// How what has come from other ranks is told, before it is believed that they have gone.
+    /// Who knows of ranks that are not mapped here.
     #[cfg(feature = "rdma")]
-    pub fn settle_by(&self, settle: impl Fn() + Send + Sync + 'static) {
-        self.watchdog.shared.settle_by(settle);
+    pub fn ask(&self, others: impl Others + 'static) {
+        self.watchdog.shared.ask(others);
     }
 
     /// Tells a bridge, in the order of the stream, that it has come to an order; `mark` says which.
-    /// `flush`: then the stream waits until the bridge lets it go on.
+    /// `flush`: then the stream waits until the bridge lets it go on, or for so long.
     #[cfg(feature = "rdma")]
     pub fn tell(
         &self,
         op: &'static str,
         stream: CUstream,
         (bell, mark): (usize, u32),
-        flush: bool,
+        flush: Option<Duration>,
     ) -> Result<()> {
-        let board = &self.watchdog.shared.board;
+        let (board, waits) = (&self.watchdog.shared.board, &self.watchdog.shared.waits);
         let _current = self.gpu.current(op)?;
-        let (doorbell, flushed) = (board.doorbell_word(bell), board.flushed_word(bell));
-        if !flush {
+        let (doorbell, at) = (board.doorbell_word(bell), board.flushed_word(bell));
+        let Some(allowed) = flush else {
             return self.words.write(op, &self.gpu, stream, (doorbell, mark));
-        }
+        };
+        waits.submit_flush(op, bell, allowed);
         let told = MemOp::write(doorbell, mark.into());
-        let mut ops = [told, MemOp::wait(flushed), MemOp::write(flushed, 0)];
-        self.words.submit(op, &self.gpu, stream, &mut ops)
+        let marked = MemOp::write(at + 4, waits.mark().into());
+        let mut narrow =
+            [marked, told, MemOp::wait(at), MemOp::write(at + 4, 0), MemOp::write(at, 0)];
+        let mut wide = [marked, told, MemOp::wait(at), MemOp::clear_both(at)];
+        let ops: &mut [MemOp] = if self.gpu.writes_both() { &mut wide } else { &mut narrow };
+        self.words.submit(op, &self.gpu, stream, ops)
     }
 
     /// Whether `stream`, or the host where there is none, is being captured.

@@ -99,6 +99,7 @@ pub(crate) mod parts {
     pub(crate) use super::link::NvlinkLink;
     pub(crate) use super::memory::{Allocation, Mapped};
     pub(crate) use super::near::{Near, Own};
+    pub(crate) use super::watchdog::Others;
 
     /// Waits, bounded, for memory of links that were dropped before.
     pub(crate) fn settle() {

@@ -194,11 +194,12 @@ impl Near<'_> {
         (windows, bulk): (Vec<Option<Seen>>, Vec<bool>),
         (board, pacing, words): (Board, Option<Pacing>, Words),
     ) -> Result<NvlinkLink> {
-        let watchdog = Watchdog::start(self.all, board, Waits::new(spec.flags)).map_err(|e| {
-            let (code, detail) =
-                (e.raw_os_error().unwrap_or(libc::EAGAIN), "starting a thread".into());
-            TransportError::Os { op: OP, peer: None, code, detail }
-        })?;
+        let watchdog = Watchdog::start(self.all, board, Waits::new(spec.flags, self.streams))
+            .map_err(|e| {
+                let (code, detail) =
+                    (e.raw_os_error().unwrap_or(libc::EAGAIN), "starting a thread".into());
+                TransportError::Os { op: OP, peer: None, code, detail }
+            })?;
         let shared = watchdog.shared.clone();
         let ring: Arc<dyn Fn() + Send + Sync> = Arc::new(move || shared.ring());
         self.all.health().watch(Arc::downgrade(&ring));

@@ -1,5 +1,5 @@
-//! Waits on streams end: a thread that looks at flags and releases them when their time is over or
-//! the group has failed. It makes no call of the driver.
+//! Waits on streams end: a thread that looks at flags, and at streams that wait for their sources to be
+//! free, and releases them when their time is over or the group has failed. It makes no call of the driver.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -21,34 +21,35 @@ pub(super) const LOOKS: u32 = 3;
 /// Who is absent from a wait, with what marks it.
 type Absent = Vec<(usize, u32)>;
 
-/// When each flag's wait began to look as it does now.
+/// When each wait began to look as it does now.
 #[derive(Debug, Default)]
 pub(super) struct Progress(Vec<Option<(Absent, Instant)>>);
 
 impl Progress {
-    /// Notes what is to be seen of a flag. True if it has looked so for longer than `allowed`.
-    fn stuck(&mut self, flag: usize, absent: &Absent, allowed: Duration, now: Instant) -> bool {
-        if self.0.len() <= flag {
-            self.0.resize(flag + 1, None);
+    /// Notes what is to be seen of a wait. True if it has looked so for longer than `allowed`.
+    fn stuck(&mut self, wait: usize, absent: &Absent, allowed: Duration, now: Instant) -> bool {
+        if self.0.len() <= wait {
+            self.0.resize(wait + 1, None);
         }
         if absent.is_empty() {
-            self.0[flag] = None;
+            self.0[wait] = None;
             return false;
         }
-        match &self.0[flag] {
+        match &self.0[wait] {
             Some((before, since)) if before == absent => now.duration_since(*since) > allowed,
             _ => {
-                self.0[flag] = Some((absent.clone(), now));
+                self.0[wait] = Some((absent.clone(), now));
                 false
             }
         }
     }
 }
 
-/// What callers told of their waits.
+/// What callers told of their waits: for flags, by number, then of streams for their sources.
 #[derive(Debug)]
 pub(super) struct Waits {
-    /// Nanoseconds a wait may take, by flag.
+    flags: usize,
+    /// Nanoseconds a wait may take.
     allowed: Vec<AtomicU64>,
     /// What waits.
     ops: Vec<Mutex<&'static str>>,
@@ -56,11 +57,13 @@ pub(super) struct Waits {
 }
 
 impl Waits {
-    pub fn new(flags: u32) -> Self {
+    pub fn new(flags: u32, streams: usize) -> Self {
+        let (flags, all) = (flags as usize, flags as usize + streams);
         Self {
+            flags,
             // A kernel may mark a wait before it is submitted.
-            allowed: (0..flags).map(|_| AtomicU64::new(u64::MAX)).collect(),
-            ops: (0..flags).map(|_| Mutex::new("a wait on a stream")).collect(),
+            allowed: (0..all).map(|_| AtomicU64::new(u64::MAX)).collect(),
+            ops: (0..all).map(|_| Mutex::new("a wait on a stream")).collect(),
             marks: AtomicU32::new(0),
         }
     }
@@ -73,18 +76,36 @@ impl Waits {
 
     /// A wait for `flag` is about to be submitted.
     pub fn submit(&self, op: &'static str, flag: u32, allowed: Duration) {
+        self.expect(op, flag as usize, allowed);
+    }
+
+    /// A stream is about to be told to wait for its sources.
+    #[cfg(feature = "rdma")]
+    pub fn submit_flush(&self, op: &'static str, stream: usize, allowed: Duration) {
+        self.expect(op, self.flags + stream, allowed);
+    }
+
+    fn expect(&self, op: &'static str, wait: usize, allowed: Duration) {
         let nanos = u64::try_from(allowed.as_nanos()).unwrap_or(u64::MAX);
-        self.allowed[flag as usize].store(nanos, Ordering::Relaxed);
-        *self.ops[flag as usize].lock() = op;
+        self.allowed[wait].store(nanos, Ordering::Relaxed);
+        *self.ops[wait].lock() = op;
     }
 }
 
-/// Waits, bounded, until what has come from ranks that raise no flags themselves has been told.
-pub(super) struct Settle(OnceLock<Box<dyn Fn() + Send + Sync>>);
+/// What knows of ranks that raise no flags themselves.
+pub(crate) trait Others: Send + Sync {
+    /// Waits, bounded, until what has come from them has been told.
+    fn settle(&self);
+    /// The error of a stream whose sources were not free within `after`.
+    fn unanswered(&self, op: &'static str, after: Duration) -> TransportError;
+}
 
-impl std::fmt::Debug for Settle {
+/// Of a link of which some ranks raise no flags themselves.
+pub(super) struct Beyond(OnceLock<Box<dyn Others>>);
+
+impl std::fmt::Debug for Beyond {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("Settle")
+        f.write_str("Beyond")
     }
 }
 
@@ -93,7 +114,7 @@ impl std::fmt::Debug for Settle {
 pub(super) struct Shared {
     pub board: Board,
     pub waits: Waits,
-    late: Settle,
+    beyond: Beyond,
     stop: AtomicBool,
     news: AtomicBool,
     lock: Mutex<()>,
@@ -109,15 +130,7 @@ pub(super) struct Watchdog {
 
 impl Watchdog {
     pub fn start(group: &Group, board: Board, waits: Waits) -> std::io::Result<Self> {
-        let shared = Arc::new(Shared {
-            board,
-            waits,
-            late: Settle(OnceLock::new()),
-            stop: AtomicBool::new(false),
-            news: AtomicBool::new(false),
-            lock: Mutex::new(()),
-            bell: Condvar::new(),
-        });
+        let shared = Arc::new(Shared::new(board, waits));
         super::graveyard::watch(&shared);
         let (of_thread, group) = (shared.clone(), group.clone());
         let thread = std::thread::Builder::new()
@@ -128,6 +141,18 @@ impl Watchdog {
 }
 
 impl Shared {
+    fn new(board: Board, waits: Waits) -> Self {
+        Self {
+            board,
+            waits,
+            beyond: Beyond(OnceLock::new()),
+            stop: AtomicBool::new(false),
+            news: AtomicBool::new(false),
+            lock: Mutex::new(()),
+            bell: Condvar::new(),
+        }
+    }
+
     /// Makes the thread look at once.
     pub fn ring(&self) {
         self.news.store(true, Ordering::Release);
@@ -175,17 +200,17 @@ impl Shared {
         false
     }
 
-    /// How what has come is told, for links of which some ranks raise no flags themselves.
-    #[cfg(feature = "rdma")]
-    pub fn settle_by(&self, settle: impl Fn() + Send + Sync + 'static) {
+    /// Who knows of ranks that raise no flags themselves.
+    #[cfg(any(feature = "rdma", test))]
+    pub fn ask(&self, others: impl Others + 'static) {
         // Once, when a link is made.
-        let _ = self.late.0.set(Box::new(settle));
+        let _ = self.beyond.0.set(Box::new(others));
     }
 
     /// Waits, bounded, until what has come has been told; false if everyone tells by himself.
     pub fn settle(&self) -> bool {
-        let late = self.late.0.get();
-        late.inspect(|settle| settle()).is_some()
+        let beyond = self.beyond.0.get();
+        beyond.inspect(|others| others.settle()).is_some()
     }
 
     /// Peers that some stream is waiting for now.
@@ -197,16 +222,22 @@ impl Shared {
     /// The error of a wait that took too long.
     fn look(&self, progress: &mut Progress) -> Option<TransportError> {
         let now = Instant::now();
-        for flag in 0..self.board.flags() {
-            let absent = self.board.absent(flag);
-            let allowed = self.waits.allowed[flag as usize].load(Ordering::Relaxed);
-            let after = Duration::from_nanos(allowed);
-            if progress.stuck(flag as usize, &absent, after, now) {
-                let op = *self.waits.ops[flag as usize].lock();
+        let (board, waits) = (&self.board, &self.waits);
+        let flags = (0..board.flags()).map(|flag| board.absent(flag));
+        let own = |stream| board.unflushed(stream).map(|mark| (stream, mark));
+        let flushes = (0..board.streams()).map(|stream| own(stream).into_iter().collect());
+        for (wait, absent) in flags.chain(flushes).enumerate() {
+            let after = Duration::from_nanos(waits.allowed[wait].load(Ordering::Relaxed));
+            if !progress.stuck(wait, &absent, after, now) {
+                continue;
+            }
+            let op = *waits.ops[wait].lock();
+            let known = self.beyond.0.get().filter(|_| wait >= waits.flags);
+            return Some(known.map(|others| others.unanswered(op, after)).unwrap_or_else(|| {
                 let peers = absent.into_iter().map(|(peer, _)| peer).collect();
                 let hint = " (waited for on a stream)".into();
-                return Some(TransportError::Timeout { op, peers, after, hint });
-            }
+                TransportError::Timeout { op, peers, after, hint }
+            }));
         }
         None
     }
@@ -254,7 +285,7 @@ mod tests {
 
     #[test]
     fn what_was_never_submitted_is_not_stuck_and_marks_differ() {
-        let waits = Waits::new(2);
+        let waits = Waits::new(2, 0);
         let allowed = Duration::from_nanos(waits.allowed[1].load(Ordering::Relaxed));
         let (mut progress, start) = (Progress::default(), Instant::now());
         assert!(!progress.stuck(1, &vec![(0, 3)], allowed, start));
@@ -264,6 +295,56 @@ mod tests {
         waits.marks.store(u32::MAX - 3, Ordering::Relaxed);
         assert_eq!([waits.mark(), waits.mark()], [4, 4]);
         assert!(marks[0] != marks[1] && marks[1] != marks[2]);
+    }
+
+    /// What a stream that waits for its sources is told of the ranks that free them.
+    struct Late;
+
+    impl Others for Late {
+        fn settle(&self) {}
+
+        fn unanswered(&self, op: &'static str, after: Duration) -> TransportError {
+            TransportError::Timeout { op, peers: vec![5], after, hint: String::new() }
+        }
+    }
+
+    /// Nobody but the thread lets the stream go.
+    #[test]
+    fn a_stream_whose_sources_are_not_freed_goes_on_when_its_time_is_over() {
+        let group = Group::local(1).unwrap().remove(0);
+        let watchdog = Watchdog::start(&group, Board::alone(2, 3), Waits::new(2, 3)).unwrap();
+        let Shared { board, waits, .. } = &*watchdog.shared;
+        watchdog.shared.ask(Late);
+        let allowed = Duration::from_millis(100);
+        waits.expect("flush", 2 + 1, allowed);
+        let start = Instant::now();
+        board.write(board.flush_of(1) + 4, waits.mark());
+        while board.unflushed(1).is_some() {
+            assert!(start.elapsed() < Duration::from_secs(20));
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        assert!(start.elapsed() >= allowed && board.is_poisoned());
+        let fault = group.health().fault().unwrap();
+        assert_eq!((fault.by, fault.blames), (0, Some(5)));
+    }
+
+    /// Memory is not given back below it.
+    #[test]
+    fn a_stream_that_waits_for_its_sources_is_waited_for() {
+        let group = Group::local(1).unwrap().remove(0);
+        let watchdog = Watchdog::start(&group, Board::alone(1, 2), Waits::new(1, 2)).unwrap();
+        let board = &watchdog.shared.board;
+        let given_back = Arc::new(());
+        board.write(board.flush_of(1) + 4, 8);
+        super::super::graveyard::drop_when_quiet(given_back.clone());
+        std::thread::sleep(Duration::from_millis(100));
+        assert_eq!(Arc::strong_count(&given_back), 2, "memory is given back below a stream");
+        board.set_flushed(1);
+        let start = Instant::now();
+        while Arc::strong_count(&given_back) == 2 {
+            assert!(start.elapsed() < Duration::from_secs(20));
+            std::thread::sleep(Duration::from_millis(1));
+        }
     }
 
     #[test]

@@ -310,7 +310,7 @@ mod tests {
         let params = Params::new(&ops);
         assert_eq!((params.count, &params.address[..4]), (4, &[64, 8, 12, 8][..]));
         assert_eq!(params.kind[..4], [1, 2, 0, 3]);
-        let marks = super::super::watchdog::Waits::new(1);
+        let marks = super::super::watchdog::Waits::new(1, 0);
         let mark = marks.mark();
         assert!(Params::new(&[MemOp::write(4, mark.into())]).kind[0] > 3, "a mark that waits");
         assert!(PTX.to_str().unwrap().contains(".param .align 8 .b8 ops[296]"));

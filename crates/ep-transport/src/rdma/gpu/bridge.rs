@@ -6,6 +6,10 @@
 //! executes the orders whose mark has come, in their order. The same way a stream is told that the sources
 //! of its puts are free: it awaits a word that the bridge sets.
 //!
+//! Nobody waits for this thread without end: it calls the driver, which may not come back, and waits for
+//! room in rings. A stream's wait for its sources is marked for the watchdog, and who drops the bridge goes on
+//! after a while, leaving behind what the thread uses.
+//!
 //! Nobody waits for a stream here: a caller may be held up in the driver, which waits for streams, which
 //! wait for flags that the bridge raises. So what callers hold meanwhile ([`Turn`]) the bridge never takes.
 
@@ -39,6 +43,8 @@ const LONG_NAP: Duration = Duration::from_micros(500);
 const SLICE: Duration = Duration::from_millis(50);
 /// The longest that others wait for the bridge to look.
 const SETTLE: Duration = Duration::from_millis(200);
+/// How much longer than it should take the end of the thread is waited for.
+const LAST: Duration = Duration::from_millis(200);
 const OP: &str = "rdma";
 
 /// What a bridge joins: streams' words on one side, proxies on the other.
@@ -164,6 +170,8 @@ pub(super) struct Works<E> {
     streams: Mutex<[usize; LANES]>,
     inbox: Arc<Inbox>,
     stopping: AtomicBool,
+    /// Until when what has come is done, once it is stopping.
+    end: OnceLock<Deadline>,
     broken: AtomicBool,
     /// How often everything was looked at.
     passes: AtomicU64,
@@ -185,6 +193,7 @@ impl<E: Ends> Works<E> {
             streams: Mutex::new([0; LANES]),
             inbox,
             stopping: AtomicBool::new(false),
+            end: OnceLock::new(),
             broken: AtomicBool::new(false),
             passes: AtomicU64::new(0),
         }
@@ -370,18 +379,47 @@ impl<E: Ends> Works<E> {
         }
     }
 
-    fn run(&self, drain: Duration) {
+    /// The error of what was to be done by the proxies, or here, within `after`.
+    pub(super) fn unanswered(&self, after: Duration) -> TransportError {
+        match self.ends.unanswered(after) {
+            TransportError::Timeout { op, peers, after, .. } if peers.is_empty() => {
+                let hint = ": what takes orders of streams to other nodes, or the driver's call by which \
+                            a GPU sees what has come, does not come to its end";
+                TransportError::Timeout { op, peers, after, hint: hint.into() }
+            }
+            error => error,
+        }
+    }
+
+    /// Has the thread end, by what this gives at the latest.
+    fn stop(&self, drain: Duration) -> Deadline {
+        let end = *self.end.get_or_init(|| Deadline::after(drain));
+        self.stopping.store(true, Ordering::Release);
+        end
+    }
+
+    /// Lets streams go whose sources nobody frees any more, which is everyone's error.
+    fn give_up(&self) {
+        let waits = |lane: &Lane| lane.orders.lock().flushing.take();
+        for (index, lane) in self.lanes.iter().enumerate() {
+            if let Some((_, deadline)) = waits(lane) {
+                self.ends.fail(&self.ends.unanswered(deadline.length()));
+                self.ends.let_go(index);
+            }
+        }
+    }
+
+    fn run(&self) {
         let mut idle: Option<Instant> = None;
-        let mut ending: Option<Deadline> = None;
         loop {
             // Before the look: what was ordered before the end is seen by it.
             let stopping = self.stopping.load(Ordering::Acquire);
             let pass = self.guarded();
             if stopping {
-                let ending = ending.get_or_insert_with(|| Deadline::after(drain));
-                let late = ending.expired() || self.ends.failed();
+                let expired = self.end.get().is_some_and(Deadline::expired);
+                let late = expired || self.ends.failed();
                 if !pass.moved && (late || !pass.expects) {
-                    return;
+                    return self.give_up();
                 }
             }
             if pass.moved {
@@ -418,34 +456,44 @@ impl<E: Ends> Works<E> {
 pub(super) struct Bridge<E: Ends> {
     pub works: Arc<Works<E>>,
     thread: Option<JoinHandle<()>>,
+    /// How long what streams have come to may take then.
+    drain: Duration,
 }
 
 impl<E: Ends> Bridge<E> {
     pub(super) fn start(works: Works<E>, name: String, drain: Duration) -> Result<Self> {
         let works = Arc::new(works);
         let of_thread = works.clone();
-        let spawned = std::thread::Builder::new()
-            .name(name)
-            .spawn(move || of_thread.run(drain))
-            .map_err(|e| {
+        let spawned =
+            std::thread::Builder::new().name(name).spawn(move || of_thread.run()).map_err(|e| {
                 let code = e.raw_os_error().unwrap_or(libc::EAGAIN);
                 let detail = "starting a bridge".into();
                 TransportError::Os { op: "open", peer: None, code, detail }
             })?;
         let _ = works.inbox.thread.set(spawned.thread().clone());
         works.inbox.wake();
-        Ok(Self { works, thread: Some(spawned) })
+        Ok(Self { works, thread: Some(spawned), drain })
     }
 }
 
 impl<E: Ends> Drop for Bridge<E> {
     fn drop(&mut self) {
-        self.works.stopping.store(true, Ordering::Release);
-        if let Some(thread) = self.thread.take() {
-            thread.thread().unpark();
+        let end = self.works.stop(self.drain);
+        let Some(thread) = self.thread.take() else { return };
+        thread.thread().unpark();
+        let last = Deadline::after(end.remaining() + LAST);
+        while !thread.is_finished() && !last.expired() {
+            std::thread::sleep(Duration::from_micros(200));
+        }
+        if thread.is_finished() {
             // What befell it was told to everyone.
             let _ = thread.join();
+            return;
         }
+        // It has its own hold on what it uses: words of streams, proxies and what NICs know.
+        let error = self.works.unanswered(self.drain);
+        tracing::warn!(%error, "a bridge does not end; it is left as it is, with what it uses");
+        self.works.ends.fail(&error);
     }
 }
 

@@ -1,7 +1,7 @@
 //! The link of a rank whose window a GPU has: its node's ranks are reached as over NVLink, those of other
 //! nodes through a bridge and proxies.
 
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use cudarc::driver::sys::CUstream;
@@ -9,7 +9,7 @@ use cudarc::driver::sys::CUstream;
 use super::See;
 use super::bridge::{Bridge, Ends, Inbox, Step, Works};
 use crate::host_link::{check_flag, check_put, check_rank};
-use crate::nvlink::parts::{Board, NvlinkLink};
+use crate::nvlink::parts::{Board, NvlinkLink, Others};
 use crate::rdma::core::{Core, Tickets, Wired};
 use crate::rdma::device::Device;
 use crate::rdma::options::Options;
@@ -89,6 +89,25 @@ impl Ends for Both {
     }
 }
 
+/// What a node's watchdog asks about the ranks of other nodes, while there is a bridge.
+struct Beyond(Weak<Works<Both>>);
+
+impl Others for Beyond {
+    fn settle(&self) {
+        if let Some(works) = self.0.upgrade() {
+            works.ends.core.settle();
+            works.settle();
+        }
+    }
+
+    fn unanswered(&self, op: &'static str, after: Duration) -> TransportError {
+        match self.0.upgrade() {
+            Some(works) => works.unanswered(after),
+            None => TransportError::Timeout { op, peers: Vec::new(), after, hint: String::new() },
+        }
+    }
+}
+
 pub(in crate::rdma) struct GpuLink {
     // In this order: what streams have come to is taken to the proxies, those end, then what streams use.
     bridge: Bridge<Both>,
@@ -132,15 +151,7 @@ impl GpuLink {
         let both = Both { core: core.clone(), board, group: group.clone(), see };
         let name = format!("ep-bridge-{}", group.rank());
         let bridge = Bridge::start(Works::new(both, inbox), name, options.drain)?;
-        let (proxies, works) = (Arc::downgrade(&core), Arc::downgrade(&bridge.works));
-        near.settle_by(move || {
-            if let Some(core) = proxies.upgrade() {
-                core.settle();
-            }
-            if let Some(works) = works.upgrade() {
-                works.settle();
-            }
-        });
+        near.ask(Beyond(Arc::downgrade(&bridge.works)));
         Ok(Arc::new(Self { bridge, core, near, group, spec }))
     }
 
@@ -159,7 +170,10 @@ impl GpuLink {
 
     fn order(&self, op: &'static str, stream: usize, step: Step) -> Result<()> {
         self.core.shared.check()?;
-        let flush = matches!(step, Step::Flush(_));
+        let flush = match step {
+            Step::Flush(allowed) => Some(allowed),
+            _ => None,
+        };
         self.bridge
             .works
             .order(stream, step, |lane, mark| self.near.tell(op, stream as _, (lane, mark), flush))
