@@ -208,6 +208,24 @@ impl TransportError {
         )
     }
 
+    /// The error with ranks as they are numbered elsewhere: by their numbers here. What is only said in
+    /// words stays.
+    pub(crate) fn renumbered(mut self, numbers: &[usize]) -> Self {
+        let to = |rank: &mut usize| *rank = numbers.get(*rank).copied().unwrap_or(*rank);
+        match &mut self {
+            Self::Mismatch { ranks: all, .. } | Self::Timeout { peers: all, .. } => {
+                all.iter_mut().for_each(to);
+            }
+            Self::PeerLost { peer, .. } | Self::Completion { peer, .. } => to(peer),
+            Self::Aborted { by, blames, .. } => {
+                [Some(by), blames.as_mut()].into_iter().flatten().for_each(to)
+            }
+            Self::Rendezvous { peer, .. } | Self::Os { peer, .. } => peer.iter_mut().for_each(to),
+            Self::Argument { .. } | Self::Device { .. } | Self::Unsupported { .. } => {}
+        }
+        self
+    }
+
     /// An [`TransportError::Os`] from an errno of `rustix`.
     #[cfg(not(loom))]
     pub(crate) fn os(op: &'static str, detail: impl Into<String>, e: rustix::io::Errno) -> Self {

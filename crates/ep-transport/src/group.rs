@@ -27,6 +27,8 @@ struct Member {
     timeout: Duration,
     control: Box<dyn Control>,
     health: Arc<Health>,
+    /// The ranks' numbers where errors are told, if that is not this group.
+    numbers: Option<Vec<usize>>,
 }
 
 impl Drop for Member {
@@ -43,7 +45,34 @@ impl Group {
         control: Box<dyn Control>,
         health: Arc<Health>,
     ) -> Self {
-        Self { member: Arc::new(Member { rank, world, timeout, control, health }) }
+        let member = Member { rank, world, timeout, control, health, numbers: None };
+        Self { member: Arc::new(member) }
+    }
+
+    /// A part of another group, whose ranks have the numbers `numbers` there: what is said in words of
+    /// ranks of this group, which nobody else knows, goes by those. Errors still have this group's numbers
+    /// until they have been through [`Group::outward`]. Before the group is cloned.
+    #[cfg(any(feature = "rdma", feature = "nccl", test))]
+    pub(crate) fn part_of_another(mut self, numbers: &[usize]) -> Self {
+        if let Some(member) = Arc::get_mut(&mut self.member) {
+            member.numbers = Some(numbers.to_vec());
+        }
+        self
+    }
+
+    /// The number of a rank where errors are told.
+    #[cfg(not(loom))]
+    pub(crate) fn number(&self, rank: usize) -> usize {
+        let numbers = self.member.numbers.as_ref();
+        numbers.and_then(|numbers| numbers.get(rank).copied()).unwrap_or(rank)
+    }
+
+    /// An error of this group as it is told.
+    pub(crate) fn outward(&self, error: TransportError) -> TransportError {
+        match &self.member.numbers {
+            Some(numbers) => error.renumbered(numbers),
+            None => error,
+        }
     }
 
     /// This rank's number, `0..world()`.
@@ -135,7 +164,8 @@ impl Group {
         if error.group_usable() || matches!(error, TransportError::Aborted { .. }) {
             return;
         }
-        self.fail(Fault { by: self.rank(), blames: error.peer(), why: error.to_string() });
+        let why = self.outward(error.clone()).to_string();
+        self.fail(Fault { by: self.rank(), blames: error.peer(), why });
     }
 
     /// Tells all ranks that this one gives up, and whom it blames.
@@ -185,6 +215,28 @@ mod tests {
         fn split(&self, _: &[usize], _: Deadline) -> Result<(Box<dyn Control>, Arc<Health>)> {
             Err(self.0.clone())
         }
+    }
+
+    /// Ranks of a part go by their numbers in the whole, in words at once, in numbers once told.
+    #[test]
+    fn errors_of_a_part_name_ranks_of_the_whole() {
+        let (told, health) =
+            (Arc::<parking_lot::Mutex<Vec<Fault>>>::default(), Arc::new(Health::new(2)));
+        let nothing = TransportError::Argument { op: "split", detail: String::new() };
+        let control = Box::new(Poor(nothing, Arc::clone(&told)));
+        let group = Group::from_parts(1, 2, DEFAULT_TIMEOUT, control, health.clone());
+        let group = group.part_of_another(&[4, 6]);
+        assert_eq!((group.rank(), group.number(1)), (1, 6));
+        let (op, after, hint) = ("open", Duration::from_secs(1), String::new());
+        group.report(&TransportError::Timeout { op, peers: vec![0], after, hint });
+        let fault = told.lock()[0].clone();
+        assert_eq!((fault.by, fault.blames), (1, Some(0)), "as the part has it");
+        assert_eq!(fault.why, "open: no answer from rank 4 within 1s");
+        let error = group.outward(health.check("open").unwrap_err());
+        assert!(matches!(error, TransportError::Aborted { by: 6, blames: Some(4), .. }), "{error}");
+        health.lost(0, "dead");
+        let error = group.outward(health.check("open").unwrap_err());
+        assert_eq!(error.to_string(), "open: rank 4 is gone: dead");
     }
 
     #[test]

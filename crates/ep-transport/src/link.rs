@@ -259,6 +259,11 @@ pub unsafe trait Link: Debug + Send + Sync {
 
     /// Waits until the sources of all earlier puts on this queue may be reused. A peer that has left
     /// in good order since is no error.
+    ///
+    /// On a stream it returns at once, and the stream waits: what is behind it on that stream may write to
+    /// the sources. Other streams are not held up; what they do has to be ordered behind that. If the
+    /// sources are not free within the deadline, from when the stream gets there, the stream is released
+    /// as from [`Link::wait`].
     fn flush(&self, queue: &Queue, deadline: Deadline) -> Result<()>;
 
     /// Sets flag `flag` of source *this rank* on `peer`, after everything this rank has stored,

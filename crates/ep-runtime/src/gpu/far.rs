@@ -217,6 +217,8 @@ impl Gpu {
             ep.check("signal", ep.link.signal(queue, peer, flag))?;
         }
         if let Some((stream, _)) = carrier.and_then(Queue::raw) {
+            // First: what the lane's stream does from here on may overwrite what was put.
+            self.flush_on(ep, queue)?;
             // SAFETY: both streams are live and of this device.
             cuda(unsafe { self.machine.chain(stream, lane.stream()) })?;
         }
@@ -358,17 +360,16 @@ impl Gpu {
         self.wait(ep, turn, (op, Phase::Sent), &ep.flagged)
     }
 
-    /// Waits until what was put may be overwritten: on a stream that is a matter of order.
+    /// What comes later on the lane's stream may overwrite what was put by it.
     pub fn flush(&self, ep: &Inner, turn: &Turn) -> Result<()> {
+        self.flush_on(ep, &self.lane(turn.lane).queue)
+    }
+
+    fn flush_on(&self, ep: &Inner, queue: &Queue) -> Result<()> {
         if ep.bulk.is_empty() {
             return Ok(());
         }
-        let lane = self.lane(turn.lane);
-        let queues = [Some(&lane.queue), lane.carrier.as_ref()];
-        queues
-            .into_iter()
-            .flatten()
-            .try_for_each(|queue| ep.check("flush", ep.link.flush(queue, ep.deadline())))
+        ep.check("flush", ep.link.flush(queue, ep.deadline()))
     }
 }
 

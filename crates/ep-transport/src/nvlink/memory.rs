@@ -233,14 +233,14 @@ pub(super) struct Window<'a> {
     gpu: Arc<Gpu>,
     memory: Arc<Allocation>,
     fd: OwnedFd,
-    /// The processes' numbers among all ranks.
-    members: &'a [usize],
+    /// What the processes' ranks are called.
+    numbers: &'a [usize],
 }
 
 impl<'a> Window<'a> {
-    pub fn new(gpu: &Arc<Gpu>, memory: Arc<Allocation>, members: &'a [usize]) -> Result<Self> {
+    pub fn new(gpu: &Arc<Gpu>, memory: Arc<Allocation>, numbers: &'a [usize]) -> Result<Self> {
         let fd = memory.export()?;
-        Ok(Self { gpu: gpu.clone(), memory, fd, members })
+        Ok(Self { gpu: gpu.clone(), memory, fd, numbers })
     }
 }
 
@@ -259,7 +259,7 @@ impl Shared for Window<'_> {
         // All ranks' windows are of one size; a smaller one cannot be mapped to its whole length.
         let memory = Allocation::import(&self.gpu, &fd, self.memory.bytes);
         let mapped = memory.and_then(|memory| Mapped::new(&self.gpu, &memory));
-        mapped.map_err(|e| refused(self.members[peer], &e))
+        mapped.map_err(|e| refused(self.numbers[peer], &e))
     }
 }
 

@@ -137,7 +137,7 @@ impl NvlinkTransport {
         spec: WindowSpec,
         deadline: Deadline,
     ) -> Result<Arc<NvlinkLink>> {
-        spec.agree(group, self.name(), deadline)?;
+        spec.agree(group, self.name(), deadline).map_err(|e| group.outward(e))?;
         let bulk = self.bulk(group.rank(), group.world())?;
         // What was dropped gives its memory back first, if that is soon.
         graveyard::settle(GIVEN_BACK);

@@ -17,9 +17,10 @@ use super::watchdog::{Waits, Watchdog};
 #[cfg(feature = "rdma")]
 use super::words::Handles;
 use super::words::{Signals, Words};
+use crate::process::{Shared, share};
 use crate::rendezvous::host::HostId;
 use crate::{
-    Beside, Deadline, Group, Pacing, ProcessTransport, Region, Result, ThreadTransport,
+    Beside, Deadline, Group, HostLink, Pacing, ProcessTransport, Region, Result, ThreadTransport,
     TransportError, WindowSpec,
 };
 
@@ -139,10 +140,10 @@ impl Near<'_> {
             problem: own.as_ref().err().map(|e| e.to_string()),
         };
         let bytes = postcard::to_stdvec(&card).unwrap_or_default();
-        let all = self.group.all_gather_within(OP, &bytes, deadline)?;
+        let all = self.gather(&bytes, deadline)?;
         // A rank's own error says most to it; the others learn whose it is.
         let Own { gpu, place, signals, .. } = own?;
-        let cards = read(&all, self.members)?;
+        let cards = read(&all, &self.numbers())?;
         self.together(deadline, self.peers_problem(&gpu, &cards))?;
         let threads = cards.iter().all(|c| c.process == cards[0].process);
         let board = self.open_board(spec, &gpu, threads, deadline)?;
@@ -166,14 +167,30 @@ impl Near<'_> {
         Ok(Arc::new(link))
     }
 
+    fn gather(&self, bytes: &[u8], deadline: Deadline) -> Result<Vec<Vec<u8>>> {
+        let all = self.group.all_gather_within(OP, bytes, deadline);
+        all.map_err(|error| self.group.outward(error))
+    }
+
+    /// What a rank of all is called.
+    pub fn number(&self, rank: usize) -> usize {
+        self.all.number(rank)
+    }
+
+    /// What the ranks that map each other are called.
+    fn numbers(&self) -> Vec<usize> {
+        self.members.iter().map(|&member| self.number(member)).collect()
+    }
+
     /// One rank's problem is everyone's error.
     pub fn together(&self, deadline: Deadline, problem: Option<String>) -> Result<()> {
         let note = problem.unwrap_or_default();
-        let all = self.group.all_gather_within(OP, note.as_bytes(), deadline)?;
+        let all = self.gather(note.as_bytes(), deadline)?;
         match all.iter().position(|note| !note.is_empty()) {
             None => Ok(()),
             Some(number) => {
-                let (rank, why) = (self.members[number], String::from_utf8_lossy(&all[number]));
+                let rank = self.number(self.members[number]);
+                let why = String::from_utf8_lossy(&all[number]);
                 Err(unsupported(format!("rank {rank}: {why}")))
             }
         }
@@ -229,7 +246,8 @@ impl Near<'_> {
             let mut can = 0;
             // SAFETY: `can` is valid for the call.
             let code = unsafe { (gpu.driver.can_access_peer)(&mut can, gpu.device, device) };
-            (code != 0 || can == 0).then(|| no_peer_access(self.all.rank(), peer, code))
+            let [own, peer] = [self.all.rank(), peer].map(|rank| self.number(rank));
+            (code != 0 || can == 0).then(|| no_peer_access(own, peer, code))
         })
     }
 
@@ -241,14 +259,28 @@ impl Near<'_> {
         deadline: Deadline,
     ) -> Result<Board> {
         let map = Map::new(spec.flags, self.all.world(), self.streams);
-        let shared = shared_spec(map);
-        let link = match threads {
-            true => ThreadTransport::new().open_host(self.group, shared, deadline)?,
-            false => ProcessTransport::new().open_host(self.group, shared, deadline)?,
-        };
+        let link = self.share_boards(shared_spec(map), threads, deadline)?;
         let board = Board::new(gpu, link, map, (self.all.rank(), self.members));
         self.together(deadline, board.as_ref().err().map(|e| e.to_string()))?;
         board
+    }
+
+    fn share_boards(
+        &self,
+        spec: WindowSpec,
+        threads: bool,
+        deadline: Deadline,
+    ) -> Result<Arc<HostLink>> {
+        let link = match threads {
+            true => ThreadTransport::new().open_host(self.group, spec, deadline),
+            false => ProcessTransport::new().open_host(self.group, spec, deadline),
+        };
+        link.map_err(|error| self.group.outward(error))
+    }
+
+    /// Everyone's memory, by descriptors.
+    fn swap<S: Shared>(&self, own: Result<S>, deadline: Deadline) -> Result<Vec<S::Mapped>> {
+        share(self.group, own, deadline).map_err(|error| self.group.outward(error))
     }
 
     /// Windows in memory of the host.
@@ -271,6 +303,7 @@ impl Near<'_> {
     fn fetch(&self, gpu: &Arc<Gpu>, cards: &[Card], deadline: Deadline) -> Result<Vec<Seen>> {
         let one = |(&peer, card): (&usize, &Card)| {
             let offered = OFFERED.lock().get(&card.key).cloned();
+            let peer = self.number(peer);
             let Some(memory) = offered else {
                 let detail = "it gave up while windows were exchanged".into();
                 return Err(TransportError::PeerLost { op: OP, peer, detail });
@@ -292,13 +325,15 @@ impl Near<'_> {
         deadline: Deadline,
     ) -> Result<Vec<Seen>> {
         let seen = |mapped: Vec<Mapped>| mapped.into_iter().map(Seen::Device).collect();
-        if by_fabric(cards, self.members)? {
+        let numbers = self.numbers();
+        if by_fabric(cards, &numbers)? {
             let one = |(&peer, card): (&usize, &Card)| {
                 let theirs = match peer == self.all.rank() {
                     true => Ok(memory.clone()),
                     false => memory.import_fabric(&card.fabric),
                 };
-                theirs.and_then(|memory| Mapped::new(gpu, &memory)).map_err(|e| refused(peer, &e))
+                let mapped = theirs.and_then(|memory| Mapped::new(gpu, &memory));
+                mapped.map_err(|e| refused(self.number(peer), &e))
             };
             let windows = self.members.iter().zip(cards).map(one).collect::<Result<Vec<_>>>();
             // Nobody takes memory back before everyone has it, and all go the same way.
@@ -309,8 +344,8 @@ impl Near<'_> {
                 Err(why) => tracing::debug!(%why, "windows are handed over as descriptors instead"),
             }
         }
-        let window = Window::new(gpu, memory.clone(), self.members);
-        crate::process::share(self.group, window, deadline).map(seen)
+        let window = Window::new(gpu, memory.clone(), &numbers);
+        self.swap(window, deadline).map(seen)
     }
 }
 
@@ -341,14 +376,14 @@ impl Bell for Held {}
 
 /// Reads everyone's cards; fails, the same on every rank but that at fault, where one cannot take
 /// part.
-fn read(all: &[Vec<u8>], members: &[usize]) -> Result<Vec<Card>> {
+fn read(all: &[Vec<u8>], numbers: &[usize]) -> Result<Vec<Card>> {
     let mut cards: Vec<Card> = Vec::with_capacity(all.len());
-    for (rank, bytes) in members.iter().zip(all) {
+    for (rank, bytes) in numbers.iter().zip(all) {
         let card = postcard::from_bytes(bytes)
             .map_err(|_| unsupported(format!("rank {rank} sent no card of this library")))?;
         cards.push(card);
     }
-    for (rank, card) in members.iter().zip(&cards) {
+    for (rank, card) in numbers.iter().zip(&cards) {
         if let Some(problem) = &card.problem {
             return Err(unsupported(format!("rank {rank} has no window: {problem}")));
         }
@@ -357,7 +392,7 @@ fn read(all: &[Vec<u8>], members: &[usize]) -> Result<Vec<Card>> {
             return Err(unsupported(format!(
                 "rank {rank} is not on rank {}'s host (or in another network namespace): split the \
                  group by host, or use a transport that crosses hosts, such as nccl or rdma",
-                members[0]
+                numbers[0]
             )));
         }
     }
@@ -373,7 +408,7 @@ fn no_peer_access(rank: usize, peer: usize, code: i32) -> String {
 }
 
 /// Whether windows are handed over by fabric handles: the same answer on every rank.
-fn by_fabric(cards: &[Card], members: &[usize]) -> Result<bool> {
+fn by_fabric(cards: &[Card], numbers: &[usize]) -> Result<bool> {
     let lacks = cards.iter().position(|card| card.fabric.is_empty());
     let needs = cards.iter().position(|card| card.fabric_only);
     match (lacks, needs) {
@@ -381,7 +416,7 @@ fn by_fabric(cards: &[Card], members: &[usize]) -> Result<bool> {
         (Some(_), None) => Ok(false),
         (Some(lacks), Some(needs)) => Err(unsupported(format!(
             "rank {} hands its window over by a fabric handle only, rank {} has none",
-            members[needs], members[lacks]
+            numbers[needs], numbers[lacks]
         ))),
     }
 }
@@ -418,6 +453,64 @@ mod tests {
         assert!(read(&[vec![1, 2]], &[0]).is_err());
         let e = no_peer_access(0, 3, 0);
         assert!(e.contains("rank 0") && e.contains("rank 3") && e.contains("nccl"), "{e}");
+    }
+
+    /// Memory that a rank of a test shares.
+    struct Paper(std::os::fd::OwnedFd);
+
+    impl Shared for Paper {
+        type Mapped = ();
+
+        fn fd(&self) -> std::os::fd::BorrowedFd<'_> {
+            std::os::fd::AsFd::as_fd(&self.0)
+        }
+
+        fn map(&self) -> Result<()> {
+            Ok(())
+        }
+
+        fn map_foreign(&self, _: usize, _: std::os::fd::OwnedFd) -> Result<()> {
+            Ok(())
+        }
+    }
+
+    /// What rank 0 hears, which maps rank 2 and not rank 1, when rank 2 has gone.
+    fn without_rank_2<T>(f: impl Fn(&Near<'_>, Deadline) -> Result<T> + Sync) -> TransportError {
+        let run = |all: Group| {
+            let rank = all.rank();
+            let members: Vec<usize> = (rank % 2..3).step_by(2).collect();
+            let group = all.split(rank as u32 % 2, 0).unwrap().part_of_another(&members);
+            let near = Near { all: &all, group: &group, members: &members, streams: 0 };
+            let deadline = Deadline::after(std::time::Duration::from_secs(20));
+            (rank == 0).then(|| f(&near, deadline).err()).flatten()
+        };
+        std::thread::scope(|scope| {
+            let run = &run;
+            let ranks: Vec<_> = Group::local(3)
+                .unwrap()
+                .into_iter()
+                .map(|all| scope.spawn(move || run(all)))
+                .collect();
+            let heard = ranks.into_iter().filter_map(|rank| rank.join().unwrap()).next();
+            heard.expect("rank 2 has gone")
+        })
+    }
+
+    /// Ranks of a node have other numbers within it.
+    #[test]
+    fn a_rank_that_is_missed_goes_by_its_number_among_all() {
+        let spec = WindowSpec { bytes: 4096, flags: 1 };
+        let fd = || rustix::fs::memfd_create("paper", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+        let errors = [
+            without_rank_2(|near, deadline| near.together(deadline, None)),
+            without_rank_2(|near, deadline| near.share_boards(spec, true, deadline)),
+            without_rank_2(|near, deadline| near.share_boards(spec, false, deadline)),
+            without_rank_2(|near, deadline| near.swap(Ok(Paper(fd())), deadline)),
+        ];
+        for error in errors {
+            assert_eq!(error.peer(), Some(2), "{error}");
+            assert!(error.to_string().contains("rank 2"), "{error}");
+        }
     }
 
     #[test]

@@ -70,7 +70,7 @@ fn try_words(
         }
         setup.wait(WRITE, limit())
     }))?;
-    all(arrived(board, members, limit()))?;
+    all(arrived(near, board, limit()))?;
     let awaited = stream(&|setup| {
         let ours = members.iter().map(|&source| board.our_trial(source));
         let waits = ours.clone().map(MemOp::wait);
@@ -82,6 +82,7 @@ fn try_words(
         let done = setup.wait("waits for words that are there", limit());
         match members.iter().find(|&&source| board.tried(source)) {
             Some(source) if done.is_ok() => {
+                let source = near.number(*source);
                 let detail = format!("a stream did not reset the word of rank {source}");
                 Err(TransportError::Unsupported { op: OP, detail })
             }
@@ -96,11 +97,12 @@ fn try_words(
 }
 
 /// Waits, bounded, until the words of all ranks are here.
-fn arrived(board: &Board, members: &[usize], deadline: Deadline) -> Result<()> {
+fn arrived(near: &Near<'_>, board: &Board, deadline: Deadline) -> Result<()> {
     loop {
-        let absent = members.iter().find(|&&source| !board.tried(source));
+        let absent = near.members.iter().find(|&&source| !board.tried(source));
         let Some(absent) = absent else { return Ok(()) };
         if deadline.expired() {
+            let absent = near.number(*absent);
             let detail = format!("the word that a stream of rank {absent} wrote did not arrive");
             return Err(TransportError::Unsupported { op: OP, detail });
         }
@@ -155,7 +157,7 @@ impl NvlinkLink {
             let mut seen = 0u64;
             setup.copy(&raw mut seen as u64, self.own() + 8 * peer as u64, 8, deadline)?;
             if seen != word_of(peer) {
-                let rank = self.group.rank();
+                let [peer, rank] = [peer, self.group.rank()].map(|rank| near.number(rank));
                 let detail =
                     format!("what rank {peer} wrote into rank {rank}'s window did not arrive");
                 return Err(TransportError::Unsupported { op: OP, detail });

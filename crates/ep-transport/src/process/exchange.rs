@@ -144,7 +144,7 @@ impl<'a, S: Shared> Exchange<'a, S> {
                 return known;
             }
         }
-        match os(&format!("exchanging windows with rank {peer}"), e) {
+        match os(&format!("exchanging windows with rank {}", self.group.number(peer)), e) {
             TransportError::Os { op, code, detail, .. } => {
                 TransportError::Os { op, peer: Some(peer), code, detail }
             }

@@ -124,10 +124,12 @@ pub(crate) fn share<S: Shared>(
     let name = prepared.as_ref().map_or(Name::None, |(_, listener)| listener.name().clone());
     let user = rustix::process::geteuid().as_raw();
     let card = Card { host: HostId::here(), user, name, token: random(), problem };
-    let bytes_of_card = postcard::to_stdvec(&card).map_err(|_| unreadable(group.rank()))?;
+    let number = |rank| group.number(rank);
+    let own_number = number(group.rank());
+    let bytes_of_card = postcard::to_stdvec(&card).map_err(|_| unreadable(own_number))?;
     let all = group.all_gather_within(OP, &bytes_of_card, deadline)?;
     // From here on every rank reaches the same verdict about the cards.
-    let cards = read(&all)?;
+    let cards = read(&all, number)?;
     let (own, listener) = prepared?;
     let mut exchange = Exchange::new(group, &cards, own, listener, deadline);
     let regions = exchange.run().inspect_err(|error| group.report(error))?;
@@ -150,17 +152,23 @@ fn unreadable(rank: usize) -> TransportError {
     TransportError::Unsupported { op: OP, detail }
 }
 
-/// Reads everyone's cards; fails, the same on every rank, where one cannot take part.
-fn read(all: &[Vec<u8>]) -> Result<Vec<Card>> {
+/// Reads everyone's cards; fails, the same on every rank, where one cannot take part. `number` is what a
+/// rank is called.
+fn read(all: &[Vec<u8>], number: impl Fn(usize) -> usize) -> Result<Vec<Card>> {
     let mut cards: Vec<Card> = Vec::with_capacity(all.len());
     for (rank, bytes) in all.iter().enumerate() {
-        cards.push(postcard::from_bytes(bytes).map_err(|_| unreadable(rank))?);
+        cards.push(postcard::from_bytes(bytes).map_err(|_| unreadable(number(rank)))?);
     }
     let differing = |same: &dyn Fn(&Card) -> bool| -> Vec<usize> {
         (0..cards.len()).filter(|&rank| !same(&cards[rank])).collect()
     };
     let unsupported = |ranks: Vec<usize>, what: &str| {
-        let detail = format!("{} {what}", ranks_text(&ranks));
+        let ranks: Vec<usize> = ranks.into_iter().map(&number).collect();
+        let detail = format!(
+            "{} {}",
+            ranks_text(&ranks),
+            what.replace("rank 0", &format!("rank {}", number(0)))
+        );
         Err(TransportError::Unsupported { op: OP, detail })
     };
     let first = &cards[0];
@@ -179,7 +187,7 @@ fn read(all: &[Vec<u8>]) -> Result<Vec<Card>> {
     }
     for (rank, card) in cards.iter().enumerate() {
         if let Some((code, detail)) = &card.problem {
-            let (code, detail) = (*code, format!("rank {rank}: {detail}"));
+            let (code, detail) = (*code, format!("rank {}: {detail}", number(rank)));
             return Err(TransportError::Os { op: OP, peer: Some(rank), code, detail });
         }
     }
@@ -197,7 +205,7 @@ mod tests {
 
     fn verdict(cards: &[Card]) -> Result<Vec<Card>> {
         let all: Vec<_> = cards.iter().map(|card| postcard::to_stdvec(card).unwrap()).collect();
-        read(&all)
+        read(&all, |rank| rank)
     }
 
     #[test]
@@ -212,6 +220,20 @@ mod tests {
         user.user = 8;
         let e = verdict(&[card(), card(), user]).unwrap_err().to_string();
         assert!(e.contains("rank 2") && e.contains("user"), "{e}");
+    }
+
+    #[test]
+    fn ranks_of_a_part_are_called_by_their_numbers_in_the_whole() {
+        let cards = |last: Card| [card(), last].map(|card| postcard::to_stdvec(&card).unwrap());
+        let mut away = card();
+        away.host.boot = "other".into();
+        let e = read(&cards(away), |rank| [4, 6][rank]).unwrap_err().to_string();
+        assert!(e.contains("rank 6 not on rank 4's host"), "{e}");
+        let mut poor = card();
+        poor.problem = Some((libc::EMFILE, "no socket".into()));
+        let e = read(&cards(poor), |rank| [4, 6][rank]).unwrap_err();
+        assert_eq!(e.peer(), Some(1), "until it is told");
+        assert!(e.to_string().starts_with("open: rank 6: no socket"), "{e}");
     }
 
     #[test]
@@ -231,6 +253,7 @@ mod tests {
     #[test]
     fn garbage_is_no_card() {
         let good = postcard::to_stdvec(&card()).unwrap();
-        assert!(read(&[good, vec![1, 2, 3]]).is_err());
+        let e = read(&[good, vec![1, 2, 3]], |rank| rank + 4).unwrap_err().to_string();
+        assert!(e.contains("rank 5"), "{e}");
     }
 }

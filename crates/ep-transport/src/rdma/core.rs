@@ -31,6 +31,8 @@ pub(super) struct Wired {
     pub layout: Layout,
     pub words: Words,
     pub nodes: Nodes,
+    /// Threads of a rank that poll besides a proxy per NIC.
+    pub pollers: usize,
 }
 
 /// One NIC's side of the core.
@@ -69,10 +71,9 @@ impl Core {
         devices: Vec<(D, Vec<u32>)>,
         options: &Options,
     ) -> Result<Self> {
-        let Wired { group, layout, words, nodes } = wired;
+        let Wired { group, layout, words, nodes, pollers } = wired;
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        // Each rank of the host has a thread that waits and one per NIC that polls.
-        let spin = nodes.on_host() * (1 + devices.len()) <= cores;
+        let spin = can_spin(nodes.on_host(), devices.len() + pollers, cores);
         let shared = Shared::new(group.clone(), flags, layout, words, devices.len(), spin);
         let turn = AtomicUsize::new(group.rank());
         let (nics, threads) = (Vec::new(), Mutex::default());
@@ -192,6 +193,12 @@ impl Core {
     }
 }
 
+/// Whether there are cores for threads that poll: so many of each of the host's ranks, of which each has
+/// a thread that waits besides.
+fn can_spin(ranks: usize, pollers: usize, cores: usize) -> bool {
+    ranks * (1 + pollers) <= cores
+}
+
 /// The number, before it is reduced to those there are, of the NIC for a put to `to` that is not worth
 /// dividing. Neighbours go the same way, so that a proxy makes one write of them; what is farther
 /// apart, and what goes to others, may go another.
@@ -286,6 +293,13 @@ mod tests {
             let most = if nics == 1 { 1 } else { to / STRIPE - start / STRIPE + 1 };
             prop_assert!(writes.len() <= most, "{} writes of {} blocks", writes.len(), blocks.len());
         }
+    }
+
+    #[test]
+    fn threads_poll_where_each_has_a_core() {
+        // A rank that waits, a proxy per NIC, and a bridge where there is one.
+        assert!(can_spin(1, 1, 2) && !can_spin(1, 2, 2) && can_spin(1, 2, 3));
+        assert!(can_spin(4, 3, 16) && !can_spin(4, 3, 15));
     }
 
     #[test]

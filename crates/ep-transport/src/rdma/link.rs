@@ -69,7 +69,7 @@ impl RdmaLink {
         group.health().watch(Arc::downgrade(&bell));
         let raised = own.clone();
         let flags = (spec.flags, Box::new(move |flag, source| raised.set(flag, source)) as _);
-        let wired = Wired { group: group.clone(), layout, words, nodes };
+        let wired = Wired { group: group.clone(), layout, words, nodes, pollers: 0 };
         let core = Core::start(wired, flags, devices, options)?;
         Ok(Arc::new(Self { core, group, spec, regions, boards, own, _bell: bell }))
     }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
-use super::{OP, theirs};
+use super::OP;
 use crate::host_link::Region;
 use crate::rendezvous::host::HostId;
 use crate::{Deadline, Group, Result, process};
@@ -101,7 +101,8 @@ impl Nodes {
 
     /// The ranks of this rank's node as a group. A collective.
     pub(super) fn near(&self, group: &Group) -> Result<Group> {
-        group.split(self.heads[self.rank] as u32, self.rank as i64)
+        let near = group.split(self.heads[self.rank] as u32, self.rank as i64)?;
+        Ok(near.part_of_another(&self.members))
     }
 
     /// As [`Nodes::share`], by number within the node, whose group `near` is.
@@ -111,11 +112,8 @@ impl Nodes {
         bytes: usize,
         deadline: Deadline,
     ) -> Result<Vec<Arc<dyn Region>>> {
-        process::share_memfd(near, bytes, deadline).map_err(|error| match error.peer() {
-            // Ranks are numbered within the node there.
-            Some(peer) => theirs(self.members[peer], super::problem(&error)),
-            None => error,
-        })
+        // Ranks are numbered within the node there.
+        process::share_memfd(near, bytes, deadline).map_err(|error| near.outward(error))
     }
 
     /// The ranks of this rank's node.

@@ -3,6 +3,7 @@
 
 use std::ffi::c_int;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
 use std::time::{Duration, Instant};
 
 use parking_lot::{Mutex, MutexGuard};
@@ -15,7 +16,8 @@ use crate::conformance::{CHECKS, Member, Queues, run_members_on};
 use crate::nvlink::Hand;
 use crate::nvlink::parts::{Allocation, Buried, Gpu, Mapped};
 use crate::{
-    Deadline, ErrorKind, Group, Link, Memory, Put, Queue, Reach, Result, Transport, WindowSpec,
+    Deadline, ErrorKind, Group, Link, Memory, Put, Queue, Reach, Result, Transport, TransportError,
+    WindowSpec, drop_when_quiet,
 };
 
 const LIMIT: Duration = Duration::from_secs(30);
@@ -33,6 +35,37 @@ pub(super) struct OnGpu {
     pub reached: bool,
     /// What they write there has to be flushed, and whether anybody does.
     pub hidden: Option<bool>,
+    pub call: Arc<Call>,
+}
+
+/// The call by which a GPU sees what NICs wrote.
+#[derive(Debug, Default)]
+pub(super) struct Call {
+    made: AtomicUsize,
+    /// It does not come back.
+    stuck: AtomicBool,
+    fails: AtomicBool,
+}
+
+impl Call {
+    fn make(&self) -> Result<()> {
+        self.made.fetch_add(1, SeqCst);
+        until("the call comes back", || !self.stuck.load(SeqCst));
+        let (call, detail) = ("cuFlushGPUDirectRDMAWrites", "a test's".into());
+        match self.fails.load(SeqCst) {
+            true => Err(TransportError::Device { op: "flush", call, code: 999, detail }),
+            false => Ok(()),
+        }
+    }
+}
+
+/// Waits, bounded.
+fn until(what: &str, is_so: impl Fn() -> bool) {
+    let deadline = Deadline::after(LIMIT);
+    while !is_so() {
+        assert!(!deadline.expired(), "{what}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
 }
 
 struct SimulatedNics<'a> {
@@ -61,8 +94,9 @@ impl Nics for SimulatedNics<'_> {
         let (address, bytes) = (mapped.base, mapped.bytes);
         let fd = rustix::fs::memfd_create("dma-buf", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
         let buf = Arc::new(DmaBuf { fd, address, bytes, _memory: Box::new(mapped) });
-        let posted = self.posted.clone();
+        let (posted, call) = (self.posted.clone(), self.on.call.clone());
         let see = move || {
+            call.make()?;
             for (at, bytes) in posted.lock().drain(..) {
                 // SAFETY: a device of this test was asked to write there, and nobody else does.
                 unsafe {
@@ -144,7 +178,7 @@ fn on_gpus(
     let (mut members, _) = ranks(world, (nics, queue_pairs, per_node), seed);
     for (group, one) in &mut members {
         let ordinal = group.rank() / per_node;
-        one.gpu = Some(OnGpu { ordinal, reached, hidden });
+        one.gpu = Some(OnGpu { ordinal, reached, hidden, call: Arc::default() });
     }
     members
 }
@@ -310,6 +344,89 @@ fn a_dead_peer_is_everyones_error_and_streams_go_on() {
             assert_eq!((refused.kind(), refused.peer()), (ErrorKind::PeerLost, Some(2)));
         }
     });
+}
+
+/// Rank 1 is in a call of the driver that does not come back when its stream waits, for as long as
+/// `allowed`, for its sources to be free. `then` happens on all ranks; the stream goes on, all fail, and
+/// rank 1 may drop its link. What each rank says of it.
+fn in_a_call_that_does_not_come_back(
+    allowed: Duration,
+    then: impl Fn(&Group, &Call) + Sync,
+) -> Option<Vec<TransportError>> {
+    let _turn = gpus(2)?;
+    let mut members = on_gpus(2, (1, 1, 1), 6, (true, Some(true)));
+    members.iter_mut().for_each(|(_, one)| one.options.drain = Duration::from_millis(300));
+    let call = members[1].1.gpu.as_ref().unwrap().call.clone();
+    Some(each(members, |group, link| {
+        let Memory::Cuda { ordinal } = link.memory() else { panic!("{link:?}") };
+        let (hand, start) = (Hand::take(ordinal).unwrap(), Instant::now());
+        if group.rank() == 0 {
+            group.barrier().unwrap();
+            link.signal(&HOST, 1, 0).unwrap();
+            group.barrier().unwrap();
+            then(group, &call);
+        } else {
+            call.stuck.store(true, SeqCst);
+            let before = call.made.load(SeqCst);
+            group.barrier().unwrap();
+            until("the call is made", || call.made.load(SeqCst) > before);
+            link.put(&hand.queue(), Put { peer: 0, from: 0, to: 0, bytes: 1 << 15 }).unwrap();
+            link.flush(&hand.queue(), Deadline::after(allowed)).unwrap();
+            let given_back = Arc::new(());
+            std::thread::sleep(Duration::from_millis(20));
+            drop_when_quiet(given_back.clone());
+            std::thread::sleep(Duration::from_millis(200));
+            assert_eq!(Arc::strong_count(&given_back), 2, "given back below a stream");
+            group.barrier().unwrap();
+            then(group, &call);
+            hand.settle(Deadline::after(LIMIT)).unwrap();
+            until("memory is given back", || Arc::strong_count(&given_back) == 1);
+        }
+        until("all hear of it", || group.health().check("wait").is_err());
+        let error = group.health().check("wait").unwrap_err();
+        drop((hand, link));
+        assert!(start.elapsed() < LIMIT / 5, "{:?}", start.elapsed());
+        if group.rank() == 1 {
+            call.stuck.store(false, SeqCst);
+        }
+        error
+    }))
+}
+
+#[test]
+fn a_call_that_does_not_come_back_ends_by_the_streams_time() {
+    let errors = in_a_call_that_does_not_come_back(Duration::from_secs(1), |_, _| ());
+    for error in errors.into_iter().flatten() {
+        let TransportError::Aborted { by: 1, blames: None, why, .. } = &error else {
+            panic!("{error}")
+        };
+        assert!(why.contains("flush: no answer within 1s") && why.contains("driver"), "{why}");
+    }
+}
+
+#[test]
+fn streams_go_on_when_others_give_up_whatever_the_driver_does() {
+    let give_up = |group: &Group, _: &Call| {
+        if group.rank() == 0 {
+            group.abort("enough");
+        }
+    };
+    for error in in_a_call_that_does_not_come_back(LIMIT, give_up).into_iter().flatten() {
+        assert!(error.to_string().contains("rank 0 gave up: enough"), "{error}");
+    }
+}
+
+#[test]
+fn a_call_that_fails_is_everyones_error_and_streams_go_on() {
+    let fail = |group: &Group, call: &Call| {
+        if group.rank() == 1 {
+            call.fails.store(true, SeqCst);
+            call.stuck.store(false, SeqCst);
+        }
+    };
+    for error in in_a_call_that_does_not_come_back(LIMIT, fail).into_iter().flatten() {
+        assert!(error.to_string().contains("cuFlushGPUDirectRDMAWrites"), "{error}");
+    }
 }
 
 #[test]

@@ -99,6 +99,16 @@ impl Devices {
         self.points.len() - 1
     }
 
+    /// A new stream that goes on from where another one is.
+    pub fn beside(&mut self, stream: usize) -> usize {
+        let queue = self.streams[stream].queue;
+        self.streams.push(Stream { queue, running: None });
+        let (beside, point) = (self.memory.stream(), self.point());
+        self.submit(stream, Op::Record(point));
+        self.submit(beside, Op::Order(point));
+        beside
+    }
+
     pub fn is_done(&self, point: usize) -> bool {
         self.points[point].is_some()
     }

@@ -46,6 +46,10 @@ pub enum Effect {
         from: Places,
         to: Places,
     },
+    /// Sources of what was put are free: they may have been read up to here.
+    Free {
+        from: Places,
+    },
     Places {
         on: On,
         handle: u64,
@@ -223,6 +227,9 @@ impl Ranks {
                 self.dispatch(memory, stream, on, (handle, payload, cached), tokens);
             }
             Effect::Carry { from, to } => carry(memory, stream, from, to),
+            Effect::Free { from } => from.into_iter().flatten().for_each(|place| {
+                memory.read(stream, place);
+            }),
             Effect::Places { on, handle } => {
                 self.received(memory, stream, on);
                 let at = Place::Handle { rank: on.rank, at: handle };

@@ -1,5 +1,6 @@
 //! A rank on a simulated GPU: what stands in the place of driver and transport.
 
+use std::collections::HashMap;
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::time::Duration;
@@ -149,6 +150,8 @@ struct SimulatedLink {
     paired: bool,
     /// Exchanges so far, by number.
     exchanges: Mutex<Vec<u32>>,
+    /// Sources of what was put by a stream since it was flushed.
+    unflushed: Mutex<HashMap<usize, Vec<Places>>>,
 }
 
 impl SimulatedLink {
@@ -232,9 +235,11 @@ unsafe impl Link for SimulatedLink {
     }
 
     fn put(&self, queue: &Queue, put: Put) -> ep_transport::Result<()> {
+        let stream = number(queue.raw().expect("puts are made by streams").0);
         let (rank, Put { peer, from, to, bytes }) = (self.group.rank(), put);
         let from = self.places(Block { rank, other: peer, at: from, bytes });
         let to = self.places(Block { rank: peer, other: rank, at: to, bytes });
+        self.unflushed.lock().entry(stream).or_default().push(from);
         self.carry(queue, from, to);
         Ok(())
     }
@@ -256,7 +261,15 @@ unsafe impl Link for SimulatedLink {
         Ok(())
     }
 
-    fn flush(&self, _: &Queue, _: Deadline) -> ep_transport::Result<()> {
+    /// Whoever reads sources may do so until the stream has got here.
+    fn flush(&self, queue: &Queue, _: Deadline) -> ep_transport::Result<()> {
+        let stream = number(queue.raw().expect("puts are made by streams").0);
+        let put = self.unflushed.lock().remove(&stream).unwrap_or_default();
+        let waits = self.shared.mutant != Mutant::Unflushed;
+        let reader = if waits { stream } else { self.shared.with(|d| d.beside(stream)) };
+        put.into_iter().for_each(|from| {
+            self.shared.submit(reader, Op::Work(Effect::Free { from }));
+        });
         Ok(())
     }
 
@@ -386,6 +399,7 @@ impl Layer {
             nodes,
             paired,
             exchanges,
+            unflushed: Mutex::default(),
         };
         let far = (0..world).filter(|&peer| link.is_far(peer)).count();
         let (side, group) = (link.stream_side().expect("just said"), link.group.clone());

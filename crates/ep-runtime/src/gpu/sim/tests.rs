@@ -82,6 +82,17 @@ fn rows_that_are_sent_while_they_are_packed_are_found() {
     assert!((0..40).any(|seed| early(&run(&on(seed)))));
 }
 
+/// Where rows go in parts, another stream puts them.
+#[test]
+fn rows_that_are_packed_while_they_are_sent_still_are_found() {
+    let early = |outcome: &Outcome| {
+        outcome.faults.iter().any(|f| f.contains("Packed") && f.contains("while"))
+    };
+    let at = |seed| 24 * (seed / 4) + 4 * (1 + seed % 2) + seed / 2 % 2;
+    let on = |seed| Setting { queues: 8, ..apart(at(seed), Mutant::Unflushed) };
+    assert!((0..40).any(|seed| early(&run(&on(seed)))));
+}
+
 /// Settings in which tokens cross nodes once.
 fn once(seed: u64, mutant: Mutant) -> Setting {
     Setting { queues: 8, ..apart(24 * (seed / 12) + 12 + seed % 12, mutant) }

@@ -26,6 +26,8 @@ pub enum Mutant {
     NotSent,
     /// Nothing waits for the rows of other ranks, nor until they have read theirs.
     NotDone,
+    /// No stream waits until sources of what was put are free.
+    Unflushed,
     /// Nothing waits for the event after which a slot or a handle is free.
     NoOrders,
 }

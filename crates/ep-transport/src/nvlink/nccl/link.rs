@@ -171,10 +171,9 @@ impl NcclLink {
         let number = |rank: usize| (nodes[rank] == own).then(|| before(rank));
         let near: Vec<Option<usize>> = (0..nodes.len()).map(number).collect();
         let comms = Arc::new(comms);
-        let globals = (0..nodes.len()).filter(|&rank| near[rank].is_some()).collect();
         let paired = (0..nodes.len()).filter(|&rank| near[rank].is_none()).collect();
         let board = inner.watchdog.shared.clone();
-        let watch = Watch::start((group, near_group), (globals, paired), board, comms.clone())?;
+        let watch = Watch::start((group, near_group), paired, board, comms.clone())?;
         let group = group.clone();
         Ok(Self { group, spec, inner, near, comms, watch })
     }
@@ -195,6 +194,11 @@ impl NcclLink {
 
     fn all_near(&self, op: &'static str, peers: &[usize]) -> Result<Vec<usize>> {
         peers.iter().map(|&peer| self.near(op, peer)).collect()
+    }
+
+    /// What the inner link says of ranks of this node, in the numbers of the whole group.
+    fn told<T>(&self, outcome: Result<T>) -> Result<T> {
+        outcome.map_err(|error| self.inner.group.outward(error))
     }
 
     fn check_blocks(
@@ -322,7 +326,7 @@ unsafe impl Link for NcclLink {
     fn put(&self, queue: &Queue, put: Put) -> Result<()> {
         check_put(&put, self.group.world(), self.spec)?;
         let peer = self.near("put", put.peer)?;
-        self.inner.put(queue, Put { peer, ..put })
+        self.told(self.inner.put(queue, Put { peer, ..put }))
     }
 
     fn exchange(
@@ -340,11 +344,11 @@ unsafe impl Link for NcclLink {
     }
 
     fn flush(&self, queue: &Queue, deadline: Deadline) -> Result<()> {
-        self.inner.flush(queue, deadline)
+        self.told(self.inner.flush(queue, deadline))
     }
 
     fn signal(&self, queue: &Queue, peer: usize, flag: u32) -> Result<()> {
-        self.inner.signal(queue, self.near("signal", peer)?, flag)
+        self.told(self.inner.signal(queue, self.near("signal", peer)?, flag))
     }
 
     fn wait(
@@ -355,7 +359,7 @@ unsafe impl Link for NcclLink {
         flag: u32,
         deadline: Deadline,
     ) -> Result<()> {
-        self.inner.wait(queue, op, &self.all_near(op, peers)?, flag, deadline)
+        self.told(self.inner.wait(queue, op, &self.all_near(op, peers)?, flag, deadline))
     }
 
     fn ready(&self, peers: &[usize], flag: u32) -> bool {

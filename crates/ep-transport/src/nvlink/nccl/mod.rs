@@ -211,7 +211,10 @@ impl Transport for NcclTransport {
         group.agree(OP, &options, deadline)?;
         self.check(group.world())?;
         let nodes = self.gather_nodes(group, deadline)?;
-        let near = group.split(nodes[group.rank()] as u32, group.rank() as i64)?;
+        let own = nodes[group.rank()];
+        let near = group.split(own as u32, group.rank() as i64)?;
+        let members: Vec<usize> = (0..nodes.len()).filter(|&rank| nodes[rank] == own).collect();
+        let near = near.part_of_another(&members);
         let opened = NvlinkTransport::new(self.ordinal).open_link(&near, spec, deadline);
         together(group, deadline, opened.as_ref().err().map(|e| e.to_string()))?;
         let inner = opened?;

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 
 use super::link::Comms;
+use crate::nvlink::board::Board;
 use crate::nvlink::watchdog::Shared;
 use crate::{Fault, Group, Result, TransportError};
 
@@ -43,12 +44,16 @@ impl Pending {
     }
 }
 
+/// What streams tell of a number: that an exchange is under way, and that one has ended since the last look.
+fn told(board: &Board, number: u32) -> (bool, bool) {
+    let under_way = board.exchanging(number);
+    (under_way, under_way && board.exchanged(number))
+}
+
 #[derive(Debug)]
 struct Watched {
     group: Group,
     near: Group,
-    /// The number in the group of each rank of this node.
-    globals: Vec<usize>,
     paired: Vec<usize>,
     board: Arc<Shared>,
     comms: Arc<Comms>,
@@ -66,7 +71,7 @@ pub(super) struct Watch {
 impl Watch {
     pub fn start(
         (group, near): (&Group, Group),
-        (globals, paired): (Vec<usize>, Vec<usize>),
+        paired: Vec<usize>,
         board: Arc<Shared>,
         comms: Arc<Comms>,
     ) -> Result<Self> {
@@ -74,7 +79,6 @@ impl Watch {
         let watched = Arc::new(Watched {
             group: group.clone(),
             near,
-            globals,
             paired,
             board,
             comms,
@@ -135,10 +139,9 @@ impl Watched {
         let mut waits = false;
         for (number, pending) in pending.iter_mut().enumerate() {
             let (allowed, op) = self.expected.lock()[number];
-            let under_way = self.board.board.exchanging(number as u32);
-            let ended = under_way && self.board.board.exchanged(number as u32);
-            waits |= under_way;
-            if pending.stuck((under_way, ended), allowed, now) {
+            let told = told(&self.board.board, number as u32);
+            waits |= told.0;
+            if pending.stuck(told, allowed, now) {
                 let (peers, hint) = (self.paired.clone(), " (exchanged with on a stream)".into());
                 return Some(TransportError::Timeout { op, peers, after: allowed, hint });
             }
@@ -150,16 +153,15 @@ impl Watched {
 
     /// What the node's group has heard, in the numbers of the whole group.
     fn pass_on(&self) {
-        match self.near.health().check("exchange") {
+        let heard = self.near.health().check("exchange").map_err(|error| self.near.outward(error));
+        match heard {
             Ok(()) => {}
             Err(TransportError::Aborted { by, blames, why, .. }) => {
-                let global = |rank: usize| self.globals[rank];
-                let (by, blames) = (global(by), blames.map(global));
                 self.group.fail(Fault { by, blames, why });
             }
             Err(error) => {
-                let blames = error.peer().map(|rank| self.globals[rank]);
-                self.group.fail(Fault { by: self.group.rank(), blames, why: error.to_string() });
+                let (by, blames) = (self.group.rank(), error.peer());
+                self.group.fail(Fault { by, blames, why: error.to_string() });
             }
         }
     }
@@ -179,6 +181,30 @@ impl Watched {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Whoever looks sees one under way every time.
+    #[test]
+    fn replays_that_follow_each_other_at_once_are_no_single_exchange() {
+        let (board, allowed) = (Board::alone(3, 0), Duration::from_millis(10));
+        let word = board.exchanging_word(1);
+        let (mut pending, mut now) = (Pending::default(), Instant::now());
+        let mut is_stuck = |after: u64| {
+            now += Duration::from_millis(after);
+            assert_eq!((told(&board, 0), told(&board, 2)), ((false, false), (false, false)));
+            pending.stuck(told(&board, 1), allowed, now)
+        };
+        for replay in 0..20 {
+            board.write(word, 1);
+            assert!(!is_stuck(1), "{replay}");
+            assert!(!is_stuck(7), "{replay}");
+            // As the stream tells of its end.
+            board.write(word + 4, 0);
+            board.write(word, 0);
+        }
+        board.write(word, 1);
+        assert!(!is_stuck(1) && !is_stuck(10));
+        assert!(is_stuck(1), "this one does not end");
+    }
 
     #[test]
     fn an_exchange_is_stuck_when_it_does_not_end_in_time() {

@@ -118,7 +118,8 @@ pub(super) fn open<N: Nics>(opening: Opening<'_>, nics: Result<N>) -> Result<Arc
     let (linked, _) = together(group, linked, |_| Vec::new(), deadline)?;
     let devices = nics.connect(wired)?;
     let words = Words::behind(words, layout.words());
-    let wired = Wired { group: group.clone(), layout, words, nodes };
+    // The bridge.
+    let wired = Wired { group: group.clone(), layout, words, nodes, pollers: 1 };
     let started = GpuLink::start(linked, wired, devices, options, see);
     // Nobody writes before all are connected.
     Ok(together(group, started, |_| Vec::new(), deadline)?.0)
