@@ -149,6 +149,8 @@ impl OnGpu {
 fn gpus(least: usize) -> Option<MutexGuard<'static, ()>> {
     static TURN: Mutex<()> = Mutex::new(());
     let turn = TURN.lock();
+    // Checks on streams of a rank need hardware queues of their own, whatever tests there were before.
+    Hand::none_idle();
     match Gpu::open(0) {
         Err(why) => {
             assert!(why.to_string().contains("libcuda.so.1"), "{why}");
