@@ -88,7 +88,7 @@ fn rows_that_are_packed_while_they_are_sent_still_are_found() {
     let early = |outcome: &Outcome| {
         outcome.faults.iter().any(|f| f.contains("Packed") && f.contains("while"))
     };
-    let at = |seed| 24 * (seed / 4) + 4 * (1 + seed % 2) + seed / 2 % 2;
+    let at = |seed: u64| 24 * (seed / 4) + 4 * (1 + seed % 2) + seed / 2 % 2;
     let on = |seed| Setting { queues: 8, ..apart(at(seed), Mutant::Unflushed) };
     assert!((0..40).any(|seed| early(&run(&on(seed)))));
 }
