@@ -6,9 +6,8 @@
 //! executes the orders whose mark has come, in their order. The same way a stream is told that the sources
 //! of its puts are free: it awaits a word that the bridge sets.
 //!
-//! Nobody waits for this thread without end: it calls the driver, which may not come back, and waits for
-//! room in rings. A stream's wait for its sources is marked for the watchdog, and who drops the bridge goes on
-//! after a while, leaving behind what the thread uses.
+//! Nobody waits for this thread without end, since it calls the driver, which may not come back: a stream's
+//! wait for its sources is marked for the watchdog, and who drops the bridge goes on after a while.
 //!
 //! Nobody waits for a stream here: a caller may be held up in the driver, which waits for streams, which
 //! wait for flags that the bridge raises. So what callers hold meanwhile ([`Turn`]) the bridge never takes.
@@ -43,7 +42,7 @@ const LONG_NAP: Duration = Duration::from_micros(500);
 const SLICE: Duration = Duration::from_millis(50);
 /// The longest that others wait for the bridge to look.
 const SETTLE: Duration = Duration::from_millis(200);
-/// How much longer than it should take the end of the thread is waited for.
+/// How much longer than it may take the end of the thread is waited for.
 const LAST: Duration = Duration::from_millis(200);
 const OP: &str = "rdma";
 
@@ -400,9 +399,9 @@ impl<E: Ends> Works<E> {
 
     /// Lets streams go whose sources nobody frees any more, which is everyone's error.
     fn give_up(&self) {
-        let waits = |lane: &Lane| lane.orders.lock().flushing.take();
         for (index, lane) in self.lanes.iter().enumerate() {
-            if let Some((_, deadline)) = waits(lane) {
+            let waits = lane.orders.lock().flushing.take();
+            if let Some((_, deadline)) = waits {
                 self.ends.fail(&self.ends.unanswered(deadline.length()));
                 self.ends.let_go(index);
             }
