@@ -95,6 +95,6 @@ mod tests {
     fn the_clock_runs() {
         let before = now_ns();
         std::thread::sleep(Duration::from_millis(2));
-        assert!((2_000_000..2_000_000_000).contains(&(now_ns() - before)));
+        assert!((2_000_000..3_600_000_000_000).contains(&(now_ns() - before)));
     }
 }

@@ -107,7 +107,7 @@ fn processes_measure_and_leave_html_and_trace() {
 
 #[test]
 fn a_killed_rank_is_named_and_no_process_stays() {
-    let line = "dispatch --processes --timeout 5 --ranks 3 --tokens 2048 --hidden 7168";
+    let line = "dispatch --processes --timeout 60 --ranks 3 --tokens 2048 --hidden 7168";
     let mut command = program(line);
     // Long enough to be caught running.
     command.args(["--budget", "30"]).stdout(Stdio::piped()).stderr(Stdio::piped());
@@ -119,7 +119,7 @@ fn a_killed_rank_is_named_and_no_process_stays() {
     kill_process(ranks[1], Signal::KILL).unwrap();
     let start = Instant::now();
     let out = child.wait_with_output().unwrap();
-    assert!(start.elapsed() < Duration::from_secs(15));
+    assert!(start.elapsed() < Duration::from_secs(20));
     assert_eq!(out.status.code(), Some(1));
     assert!(text(&out.stderr).contains("rank 1 was killed by signal 9"), "{}", text(&out.stderr));
     gone(&ranks);
@@ -161,7 +161,7 @@ fn wait_for_ranks(pid: u32, count: usize) -> Vec<Pid> {
 }
 
 fn gone(ranks: &[Pid]) {
-    let until = Instant::now() + Duration::from_secs(5);
+    let until = Instant::now() + Duration::from_secs(20);
     for &rank in ranks {
         while test_kill_process(rank).is_ok() && !zombie(rank) {
             assert!(Instant::now() < until, "a rank is still there");

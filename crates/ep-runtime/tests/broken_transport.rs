@@ -77,7 +77,7 @@ unsafe impl ForwardLink for CorruptingLink {
 #[track_caller]
 fn check(offset: usize, value: u32, layout: Layout, kind: ErrorKind) {
     let shape = MoeShape::new(16, 2, 4).max_tokens(4).payload(PayloadKind::F32).expert_major(1);
-    let builder = EpBuilder::new(shape).timeout(Duration::from_secs(2));
+    let builder = EpBuilder::new(shape).timeout(Duration::from_secs(20));
     let plan = builder.plan(2).expect("a plan");
     let at = (plan.lanes + 1) * plan.message_bytes + offset;
     let on = Arc::new(AtomicBool::new(false));

@@ -4,12 +4,13 @@
 
 mod common;
 
-use std::time::{Duration, Instant};
+use std::sync::atomic::AtomicUsize;
+use std::time::Instant;
 
 use common::gpu::Gpus;
-use common::gpu_small::{LIMIT, Rank, capacity, free_bytes, gpus, ok, plain, small};
+use common::gpu_small::{LIMIT, Rank, STOPS, capacity, free_bytes, gpus, ok, plain, small};
 use common::ground::Grounds;
-use common::small::{HIDDEN, TOPK, Tokens, assert_argument, builder, opts, shape};
+use common::small::{HIDDEN, PROMPT, TOPK, Tokens, assert_argument, builder, opts, shape};
 use common::{eps_of, exercise, ranks};
 use cudarc::driver::sys;
 use ep_bench::oracle::{Float, JobSpec, Mode, Payload as Kind, PlacementSpec, Routing};
@@ -181,10 +182,10 @@ fn layers_that_do_not_fit_are_refused() {
 #[test]
 fn a_rank_that_stops_is_named_and_a_new_group_works() {
     let Some(gpus) = gpus() else { return };
-    let timeout = Duration::from_secs(1);
     for opts in [opts(0), capacity()] {
-        let builder = |rank| gpus.place(rank, 3, builder()).timeout(timeout);
-        eps_of(3, &builder, |ep| Rank::new(&gpus, ep).one_stops(timeout, &opts));
+        let through = AtomicUsize::new(0);
+        let builder = |rank| gpus.place(rank, 3, builder()).timeout(STOPS);
+        eps_of(3, &builder, |ep| Rank::new(&gpus, ep).one_stops(&opts, &through));
         let began = Instant::now();
         small(&gpus, 3, &common::small::builder(), |rank| rank.round_trip());
         println!("a new group took {:?}", began.elapsed());
@@ -225,7 +226,9 @@ fn dropped_halves_leave_the_group_usable() {
 fn dropping_a_layer_waits_for_no_other_layers_stream() {
     let Some(gpus) = gpus() else { return };
     let dropped = std::sync::Barrier::new(2);
-    small(&gpus, 2, &builder(), |rank| {
+    let placed = |rank| gpus.place(rank, 2, builder()).timeout(3 * PROMPT);
+    eps_of(2, &placed, |ep| {
+        let rank = Rank::new(&gpus, ep);
         let alone = Group::local(1).unwrap().remove(0);
         let here = rank.gpu.ordinal();
         let other = builder().place(Place::Cuda(here)).transport(NvlinkTransport::new(here));
@@ -244,7 +247,7 @@ fn dropping_a_layer_waits_for_no_other_layers_stream() {
             drop(other);
             let took = began.elapsed();
             dropped.wait();
-            assert!(took < Duration::from_secs(2), "{took:?}");
+            assert!(took < PROMPT, "{took:?}");
         }
         drop(sent.unwrap().recv(&queue).unwrap());
         rank.round_trip();

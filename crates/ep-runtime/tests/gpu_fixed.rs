@@ -4,13 +4,14 @@
 
 mod common;
 
+use std::sync::atomic::AtomicUsize;
 use std::time::Duration;
 
 use common::exercise::{Blocks, How, check_in};
 use common::gpu::Gpus;
 use common::gpu_apart::{ALONE, Apart, RANKS, TOGETHER, apart, random};
 use common::gpu_replays::{Work, cached_dispatches_are_captured, replays_equal_eager_calls};
-use common::gpu_small::{Graph, LIMIT, Rank, capacity, gpus, plain};
+use common::gpu_small::{Graph, LIMIT, Rank, STOPS, capacity, gpus, plain};
 use common::ground::Grounds;
 use common::small::{EXPERTS, Tokens, assert_argument, builder, opts, shape};
 use common::{eps_of, ranks};
@@ -20,7 +21,7 @@ use ep_runtime::{
     Place, Precision, Route, combine_all, dispatch_all,
 };
 
-const TIMEOUT: Duration = Duration::from_secs(8);
+const TIMEOUT: Duration = Duration::from_secs(20);
 
 fn fixed() -> EpBuilder {
     EpBuilder::new(shape().fixed_blocks()).slots(4)
@@ -187,9 +188,9 @@ fn dropped_halves_and_cached_handles_leave_the_group_usable() {
 #[test]
 fn a_rank_that_stops_is_named_and_a_new_group_works() {
     let Some(gpus) = gpus() else { return };
-    let timeout = Duration::from_secs(1);
     for opts in [opts(0), capacity()] {
-        apart(&gpus, 3, (&fixed(), timeout), |rank| rank.one_stops(timeout, &opts));
+        let through = AtomicUsize::new(0);
+        apart(&gpus, 3, (&fixed(), STOPS), |rank| rank.one_stops(&opts, &through));
         apart(&gpus, 3, (&fixed(), TIMEOUT), |rank| rank.round_trip());
     }
 }
@@ -362,7 +363,8 @@ mod nccl {
         let Some(gpus) = gpus(64 << 20) else { return };
         let timeout = Duration::from_secs(1);
         for opts in [opts(0), capacity()] {
-            paired(&gpus, timeout, |rank| rank.one_stops(timeout, &opts));
+            let through = AtomicUsize::new(0);
+            paired(&gpus, STOPS, |rank| rank.one_stops(&opts, &through));
         }
         paired(&gpus, timeout, |rank| {
             let (stream, staging) = (rank.gpu.stream(), rank.gpu.place(None, 1 << 20));

@@ -3,9 +3,11 @@
 mod common;
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use common::small::{HIDDEN, TOPK, Tokens, builder, combine, dispatch, opts, round_trip, shape};
+use common::small::{
+    HIDDEN, PROMPT, TOPK, Tokens, builder, combine, dispatch, opts, round_trip, shape,
+};
 use common::{eps, ranks};
 use ep_runtime::{
     CombineOpts, Deadline, DispatchOpts, EpBuilder, EpError, ErrorKind, Group, Layout, Link,
@@ -49,7 +51,7 @@ fn a_rank_that_cannot_be_built_is_named_at_once() {
         let tokens = EpBuilder::new(shape().max_tokens(max_tokens));
         (builder().lanes(lanes).build(&group).unwrap_err(), tokens.build(&group).unwrap_err())
     });
-    assert!(began.elapsed() < Duration::from_secs(5));
+    assert!(began.elapsed() < PROMPT);
     for (lanes, tokens) in errors {
         assert!(lanes.to_string().contains("`lanes`: rank 0 has 2; rank 2 has 65"), "{lanes}");
         assert!(tokens.to_string().contains("`max_tokens`: rank 0 has 16; rank 1"), "{tokens}");
@@ -70,14 +72,14 @@ fn ready_tells_of_a_failure_too() {
             std::mem::forget(sent);
             return;
         }
-        let second = |at: Instant| at.elapsed() < Duration::from_secs(5);
+        let in_time = |at: Instant| at.elapsed() < PROMPT;
         let began = Instant::now();
-        while !sent.ready() && second(began) {}
+        while !sent.ready() && in_time(began) {}
         let mut out = vec![0.0f32; 3 * HIDDEN];
         let e = loop {
             // Rows were announced before the abort; the news may come during the wait.
             match ep.group().health().fault() {
-                None if second(began) => std::thread::yield_now(),
+                None if in_time(began) => std::thread::yield_now(),
                 _ => break dispatch(&ep, &tokens, &opts(1)).unwrap_err(),
             }
         };

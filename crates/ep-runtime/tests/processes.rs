@@ -2,8 +2,6 @@
 
 mod common;
 
-use std::time::Duration;
-
 use common::jobs;
 
 /// Not a test of its own: what copies run.
@@ -19,5 +17,5 @@ fn processes_get_the_bits_that_threads_get() {
 
 #[test]
 fn survivors_of_a_killed_rank_name_it() {
-    jobs::survivors_name_the_killed(Duration::from_secs(1));
+    jobs::survivors_name_the_killed();
 }

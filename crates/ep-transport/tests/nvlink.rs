@@ -211,7 +211,7 @@ fn in_processes(queues: &str) {
     println!("{world} processes on {} GPUs", gpus.min(world));
     let addresses: Vec<String> = CHECKS.iter().map(|_| address()).collect();
     let job = Job::start(&format!("{queues} {gpus} {}", addresses.join(" ")), world);
-    job.end(Duration::from_secs(55), &[]).unwrap();
+    job.end(LIMIT * 9, &[]).unwrap();
 }
 
 #[test]
@@ -274,7 +274,7 @@ fn every_handle(gpus: usize) {
 #[test]
 fn processes_hand_windows_over_in_every_way() {
     let Some((gpus, _turn)) = gpus(1) else { return };
-    Job::start(&format!("handles {gpus}"), 2).end(LIMIT * 2, &[]).unwrap();
+    Job::start(&format!("handles {gpus}"), 2).end(LIMIT * 4, &[]).unwrap();
 }
 
 #[test]
@@ -284,7 +284,7 @@ fn a_killed_process_leaves_the_gpu_usable() {
     job.hear(1, "ready");
     std::thread::sleep(Duration::from_millis(300));
     job.kill(1);
-    job.end(LIMIT * 2, &[1]).unwrap();
+    job.end(LIMIT * 4, &[1]).unwrap();
 }
 
 /// Runs `f` on two ranks on GPU 0, each with an open link.

@@ -111,7 +111,7 @@ fn threads_are_refused() {
 
 #[test]
 fn the_thread_transport_is_refused_across_processes() {
-    Job::start("threads:", 2).end(LIMIT, &[]).unwrap();
+    Job::start("threads:", 2).end(LIMIT * 3, &[]).unwrap();
 }
 
 /// Phases in which a process is killed.
@@ -129,16 +129,17 @@ fn victim(phase: usize) {
     let sleep_if = |at: usize| {
         if rank == dies && phase == at {
             println!("\nready");
-            std::thread::sleep(LIMIT * 2);
+            std::thread::sleep(LIMIT * 4);
         }
     };
-    let start = Instant::now();
+    let mut start = Instant::now();
     let mut group = None;
     let result: Result<(), TransportError> = (|| {
         if phase == RENDEZVOUS && rank == dies {
             println!("\nready");
         }
         let group = group.insert(Group::from_env(&rendezvous)?);
+        start = Instant::now();
         sleep_if(GATHER);
         group.all_gather(&[1])?;
         sleep_if(OPEN);
@@ -148,7 +149,9 @@ fn victim(phase: usize) {
         link.wait(&Queue::host(), "flags", &others, 0, Deadline::after(TIMEOUT))
     })();
     let e = result.expect_err("a rank was killed");
-    assert!(start.elapsed() < TIMEOUT + Duration::from_secs(1), "after {:?}", start.elapsed());
+    // Nobody waits for a time-out, unless the rank was killed before it had said hello.
+    let most = if group.is_some() { TIMEOUT / 2 } else { TIMEOUT * 2 };
+    assert!(start.elapsed() < most, "after {:?}", start.elapsed());
     let named = e.peer() == Some(dies) || e.to_string().contains(&format!("rank {dies}"));
     assert!(named, "rank {rank}: {e}");
     drop(group);
@@ -170,7 +173,7 @@ fn killed_in(phase: usize) {
     // Let the others come to where they wait.
     std::thread::sleep(Duration::from_millis(300));
     job.kill(dies);
-    job.end(LIMIT, &[dies]).unwrap();
+    job.end(LIMIT * 3, &[dies]).unwrap();
 }
 
 #[test]

@@ -40,7 +40,8 @@ fn members(world: usize, per_node: usize) -> Vec<Member> {
         let node = group.rank() / per_node;
         let device = format!("rxe{}", node % 2);
         let transport = RdmaTransport::new().devices(&[&device]).node(node as u64).cuda(node);
-        (group, Box::new(transport))
+        // With an emulated CPU a peer may not run for long: packets have three seconds.
+        (group, Box::new(transport.ack_timeout(17)))
     };
     Group::local(world).unwrap().into_iter().map(make).collect()
 }

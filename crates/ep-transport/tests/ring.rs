@@ -242,7 +242,7 @@ fn a_full_ring_ends_a_push_by_timeout_or_by_stop() {
     let push = |after, stop: &mut dyn FnMut() -> ep_transport::Result<()>| {
         producer.push("post", command(9), Deadline::after(after), stop)
     };
-    let (after, mut calls) = (Duration::from_millis(30), 0);
+    let (after, mut calls) = (Duration::from_millis(300), 0);
     let error = push(after, &mut || {
         calls += 1;
         Ok(())

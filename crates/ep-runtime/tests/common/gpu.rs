@@ -17,7 +17,7 @@ use super::{Matrix, Tokens, payload_kind};
 const LIMIT: Duration = Duration::from_secs(30);
 const ALIGN: usize = 256;
 /// A wait between ranks that takes longer fails the test.
-const TIMEOUT: Duration = Duration::from_secs(8);
+const TIMEOUT: Duration = Duration::from_secs(20);
 
 /// Ranks on the GPUs there are: rank `r` on GPU `r % gpus`.
 pub struct Gpus {

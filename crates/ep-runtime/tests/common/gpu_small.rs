@@ -1,5 +1,6 @@
 //! The small layer on GPUs, and graphs of what it does.
 
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use cudarc::driver::sys::{self, CUgraph, CUgraphExec, CUresult, CUstreamCaptureMode};
@@ -14,6 +15,8 @@ use super::ground::{Ground, Grounds};
 use super::small::{HIDDEN, TOPK, Tokens, opts, went_to};
 
 pub const LIMIT: Duration = Duration::from_secs(30);
+/// The time-out of layers of which a rank stops: it has to be waited for.
+pub const STOPS: Duration = Duration::from_secs(5);
 const MOST: usize = 16;
 const ROW: usize = HIDDEN * 4;
 
@@ -31,6 +34,15 @@ pub fn small<T: Send>(
 
 pub fn ok(code: CUresult) {
     assert_eq!(code, CUresult::CUDA_SUCCESS);
+}
+
+/// Counts who is through with something, however it went.
+struct Through<'a>(&'a AtomicUsize);
+
+impl Drop for Through<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_add(1, Ordering::SeqCst);
+    }
 }
 
 /// A rank with memory for its tokens at fixed addresses, as graphs need it.
@@ -118,16 +130,22 @@ impl<'a> Rank<'a> {
         }
     }
 
-    /// After a round trip rank 1 stops before a dispatch that `opts` says: the others hear of it in time.
-    pub fn one_stops(&self, timeout: Duration, opts: &DispatchOpts) {
-        let most = timeout + Duration::from_secs(2);
+    /// After a round trip rank 1 stops before a dispatch that `opts` says, in a layer with the time-out
+    /// [`STOPS`]: the others hear of it in time. It stays until they are `through`.
+    pub fn one_stops(&self, opts: &DispatchOpts, through: &AtomicUsize) {
+        let most = STOPS + Duration::from_secs(12);
         self.round_trip();
         self.load(&Tokens::new(self.ep.rank(), 2));
         self.ep.group().barrier().unwrap();
+        let began = Instant::now();
         if self.ep.rank() == 1 {
-            std::thread::sleep(most + Duration::from_secs(1));
+            while through.load(Ordering::SeqCst) + 1 < self.ep.world() && began.elapsed() < 4 * most
+            {
+                std::thread::sleep(Duration::from_millis(5));
+            }
             return;
         }
+        let _through = Through(through);
         let began = Instant::now();
         // In capacity mode the host may learn of it later.
         let e = self.dispatch(2, opts).and_then(|result| {

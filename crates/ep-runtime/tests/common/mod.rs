@@ -45,6 +45,29 @@ pub fn eps_of<T: Send>(
     ranks(world, |group| f(builder(group.rank()).build(&group).expect("build")))
 }
 
+/// Which ranks are late is for the clock to say, and those of a machine that stalls are late too: one
+/// try of some has to go as it should.
+#[track_caller]
+pub fn in_one_of_some_tries(mut attempt: impl FnMut() -> Result<(), String>) {
+    let mut wrong = Vec::new();
+    while wrong.len() < 8 {
+        match attempt() {
+            Ok(()) => return,
+            Err(what) => wrong.push(what),
+        }
+    }
+    panic!("{wrong:#?}");
+}
+
+/// Stays in the group until a rank has given it up.
+pub fn stay_until_it_fails(group: &Group) {
+    let began = std::time::Instant::now();
+    while group.health().fault().is_none() {
+        assert!(began.elapsed() < std::time::Duration::from_secs(60), "nobody gives up");
+        std::thread::sleep(std::time::Duration::from_millis(5));
+    }
+}
+
 pub fn payload_kind(kind: Kind) -> PayloadKind {
     match kind {
         Kind::Bf16 => PayloadKind::Bf16,

@@ -15,9 +15,12 @@ pub fn shape() -> MoeShape {
     MoeShape::new(HIDDEN, TOPK, EXPERTS).max_tokens(16).payload(PayloadKind::F32).expert_major(4)
 }
 
+/// Nobody waits as long as its time-out: what is an error at once takes less than [`PROMPT`].
 pub fn builder() -> EpBuilder {
-    EpBuilder::new(shape()).timeout(Duration::from_secs(5))
+    EpBuilder::new(shape()).timeout(Duration::from_secs(60))
 }
+
+pub const PROMPT: Duration = Duration::from_secs(20);
 
 /// `tokens` rows that all differ, and ids that spread over all experts.
 pub struct Tokens {

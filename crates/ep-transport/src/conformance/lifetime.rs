@@ -71,7 +71,11 @@ pub(super) fn signals_outlive_their_source(rank: Rank) -> Outcome {
         return end.flush();
     }
     // Late enough that the news of its leaving is here too.
-    std::thread::sleep(Duration::from_millis(100));
+    let start = Instant::now();
+    while rank.group.health().check_waiting("check", &[last]).is_ok() {
+        ensure!(start.elapsed() < rank.limit, "no news of rank {last}, which has left");
+        std::thread::sleep(Duration::from_millis(1));
+    }
     end.wait(&[last], 0)?;
     end.expect(BYTES, BYTES, seed(0, last, 0), "last words")?;
     let start = Instant::now();

@@ -12,7 +12,7 @@ use super::words::{Kernel, Signals, Words};
 use crate::{Deadline, ErrorKind, Link, Queue, Result, TransportError};
 
 /// How long one step of the trial of words may take.
-const STEP: Duration = Duration::from_secs(3);
+const STEP: Duration = Duration::from_secs(10);
 
 /// A way to raise and await words on streams that reaches all ranks. Collective.
 pub(super) fn choose(

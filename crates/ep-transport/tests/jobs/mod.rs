@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU16, Ordering};
 use std::time::{Duration, Instant};
 
 /// How long ranks wait for each other in the rendezvous.
-pub const TIMEOUT: Duration = Duration::from_secs(5);
+pub const TIMEOUT: Duration = Duration::from_secs(20);
 
 /// An address of this host on which nobody listens, outside the range that connections use.
 pub fn address() -> String {
