@@ -4,11 +4,12 @@
 
 mod common;
 
+use std::sync::atomic::AtomicUsize;
 use std::time::Duration;
 
 use common::exercise::{How, check};
 use common::gpu::Gpus;
-use common::gpu_small::{LIMIT, Rank, capacity, gpus, plain};
+use common::gpu_small::{LIMIT, Rank, STOPS, capacity, gpus, plain};
 use common::ground::{Ground, Grounds};
 use common::small::{Tokens, assert_argument, builder, opts, shape};
 use common::{Nodes, eps_of};
@@ -180,7 +181,7 @@ fn one_node_is_a_flat_layer() {
 #[test]
 fn a_rank_that_stops_is_named_and_a_new_group_works() {
     let Some(gpus) = gpus() else { return };
-    let timeout = Duration::from_secs(1);
-    across(&gpus, &[0, 0, 1], timeout, &builder(), |rank| rank.one_stops(timeout, &opts(0)));
+    let through = AtomicUsize::new(0);
+    across(&gpus, &[0, 0, 1], STOPS, &builder(), |rank| rank.one_stops(&opts(0), &through));
     across(&gpus, &[0, 0, 1], TIMEOUT, &builder(), |rank| rank.round_trip());
 }

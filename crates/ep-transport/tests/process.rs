@@ -120,6 +120,22 @@ const GATHER: usize = 1;
 const OPEN: usize = 2;
 const FLAGS: usize = 3;
 
+/// Says that this process is ready once it has so many sockets.
+fn ready_with(sockets: usize) {
+    while open_files().iter().filter(|to| to.starts_with("socket:")).count() < sockets {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    println!("\nready");
+}
+
+/// What this process has open.
+fn open_files() -> Vec<String> {
+    let open = std::fs::read_dir("/proc/self/fd").unwrap();
+    let to = |fd: std::fs::DirEntry| std::fs::read_link(fd.path()).ok();
+    let open = open.filter_map(|fd| to(fd.ok()?));
+    open.map(|to| to.to_string_lossy().into_owned()).collect()
+}
+
 /// A rank of a job of three whose rank 1 (rank 0 if the phase is 10 more) dies in a phase; the
 /// others see it.
 fn victim(phase: usize) {
@@ -136,7 +152,8 @@ fn victim(phase: usize) {
     let mut group = None;
     let result: Result<(), TransportError> = (|| {
         if phase == RENDEZVOUS && rank == dies {
-            println!("\nready");
+            // Rank 0 listens, and has both ends of its own connection and one of each other rank's.
+            std::thread::spawn(move || ready_with(if rank == 0 { 5 } else { 1 }));
         }
         let group = group.insert(Group::from_env(&rendezvous)?);
         start = Instant::now();
@@ -155,10 +172,8 @@ fn victim(phase: usize) {
     let named = e.peer() == Some(dies) || e.to_string().contains(&format!("rank {dies}"));
     assert!(named, "rank {rank}: {e}");
     drop(group);
-    let open = std::fs::read_dir("/proc/self/fd").unwrap().filter_map(|fd| {
-        let to = std::fs::read_link(fd.unwrap().path()).ok()?.to_string_lossy().into_owned();
-        (to.contains("ep-window") || to.starts_with("socket:")).then_some(to)
-    });
+    let ours = |to: &String| to.contains("ep-window") || to.starts_with("socket:");
+    let open = open_files().into_iter().filter(ours);
     // Rank 0's hub may still be telling the others.
     let open: Vec<String> = open.filter(|to| rank != 0 || to.contains("ep-window")).collect();
     assert!(open.is_empty(), "{open:?}");

@@ -13,7 +13,6 @@ pub const BAD: u64 = 1 << 20;
 
 /// A kernel, or several that follow each other.
 #[derive(Clone, Copy, Debug)]
-#[expect(clippy::large_enum_variant, reason = "there are few at a time")]
 pub enum Effect {
     Announce {
         on: On,
