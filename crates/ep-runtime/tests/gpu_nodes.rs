@@ -115,7 +115,7 @@ fn across<T: Send>(
     eps_of(of.len(), &placed, |ep| f(Rank::new(gpus, ep)))
 }
 
-const TIMEOUT: Duration = Duration::from_secs(8);
+const TIMEOUT: Duration = Duration::from_secs(20);
 
 fn node_reduced() -> CombineOpts {
     CombineOpts { precision: Precision::NodeReduced, ..plain() }
