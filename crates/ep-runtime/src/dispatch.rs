@@ -21,7 +21,7 @@ use crate::routing::{Fresh, Routing};
 use crate::slots::Slot;
 use crate::{Ep, EpError, Handle, Layout, Result};
 
-const OP: &str = "dispatch";
+pub(crate) const OP: &str = "dispatch";
 
 /// Options that all ranks of a dispatch share, as they travel.
 pub(crate) const CAPACITY: u64 = 1;

@@ -65,6 +65,23 @@ pub enum EpError {
         /// Who has which value.
         detail: String,
     },
+    /// Whether the ranks refused an operation on a GPU is not known any more: more operations of the lane
+    /// were submitted ahead of the GPU, or more were refused, than the host keeps. It is to be taken for
+    /// refused. Who waits for an event of each lane, or asks for a verdict, more often never sees it.
+    #[cfg(feature = "cuda")]
+    #[error(
+        "{op}: whether the ranks refused it is no longer known: {kept} later operations of lane {lane} were \
+         submitted before it was done, or refused; wait for an event of the lane, or ask for a verdict, \
+         before so many"
+    )]
+    Forgotten {
+        /// The operation.
+        op: &'static str,
+        /// The lane.
+        lane: usize,
+        /// How many operations the host may be late, and how many refusals it remembers.
+        kept: u64,
+    },
     /// All result slots of this rank are owned by results. Nothing was launched.
     #[error(
         "{op}: all {slots} result slots are in use; combine, release or drop a result, or build with more slots"
@@ -167,6 +184,8 @@ impl EpError {
             Self::Ids { .. } | Self::Capacity { .. } | Self::Disagreement { .. } => {
                 ErrorKind::Mismatch
             }
+            #[cfg(feature = "cuda")]
+            Self::Forgotten { .. } => ErrorKind::Mismatch,
             Self::NoFreeSlot { .. }
             | Self::NoFreeHandle { .. }
             | Self::LaneBusy { .. }
@@ -197,7 +216,7 @@ impl EpError {
             | Self::OutOfTurn { .. }
             | Self::Corrupt { .. } => None,
             #[cfg(feature = "cuda")]
-            Self::Cuda(_) => None,
+            Self::Cuda(_) | Self::Forgotten { .. } => None,
         }
     }
 

@@ -12,7 +12,7 @@ use crate::Result;
 #[cfg(feature = "cuda")]
 use crate::ep::Inner;
 #[cfg(feature = "cuda")]
-use crate::gpu::{Point, Ticket};
+use crate::gpu::{CAPTURED, Point, Ticket};
 
 /// The point at which an operation's results are there and its inputs may be reused.
 ///
@@ -26,20 +26,25 @@ enum Kind {
     Done,
     #[cfg(feature = "cuda")]
     Stream(Arc<OnStream>),
+    /// Nothing will tell of it.
+    #[cfg(feature = "cuda")]
+    Failed(Arc<EpError>),
 }
+
+/// An operation on a stream with a verdict, and its lane.
+#[cfg(feature = "cuda")]
+pub(crate) type Judged = (&'static str, usize, Ticket);
 
 #[cfg(feature = "cuda")]
 #[derive(Debug)]
 struct OnStream {
     ep: Arc<Inner>,
     point: Arc<dyn Point>,
-    /// The operation whose verdict the event tells, and its lane.
-    operation: Option<(&'static str, usize, Ticket)>,
+    /// The operations whose verdicts the event tells: a combine's, and before it that of the dispatch whose
+    /// rows it combines, which need not be any if the combine is good by itself.
+    operations: [Option<Judged>; 2],
     captured: bool,
 }
-
-#[cfg(feature = "cuda")]
-const CAPTURED: &str = "the operation was captured into a graph: wait for the graph's launch";
 
 impl Event {
     pub(crate) fn done() -> Self {
@@ -50,13 +55,18 @@ impl Event {
     pub(crate) fn on_stream(
         ep: Arc<Inner>,
         point: Arc<dyn Point>,
-        operation: Option<(&'static str, usize, Ticket)>,
+        operations: [Option<Judged>; 2],
         captured: bool,
     ) -> Self {
-        Self(Kind::Stream(Arc::new(OnStream { ep, point, operation, captured })))
+        Self(Kind::Stream(Arc::new(OnStream { ep, point, operations, captured })))
     }
 
-    /// Whether it has happened, or never will because the group failed. Never true for an operation
+    #[cfg(feature = "cuda")]
+    pub(crate) fn failed(error: EpError) -> Self {
+        Self(Kind::Failed(Arc::new(error)))
+    }
+
+    /// Whether it has happened, or never will because the group or the stream failed. Never true for an operation
     /// that was captured into a graph.
     pub fn ready(&self) -> bool {
         match &self.0 {
@@ -66,15 +76,19 @@ impl Event {
                 !on.captured
                     && (on.point.is_done().unwrap_or(true) || on.ep.usable("event").is_err())
             }
+            #[cfg(feature = "cuda")]
+            Kind::Failed(_) => true,
         }
     }
 
     /// Waits for it on the calling thread.
     ///
     /// # Errors
-    /// When it has not happened within `timeout`, or never will because the group failed; when the
-    /// ranks refused the operation, which only then is known to the host; for an operation that was
-    /// captured into a graph.
+    /// When it has not happened within `timeout`, or never will because the group or the stream failed;
+    /// when the ranks refused the operation, or the dispatch whose rows it combined, which only then is
+    /// known to the host, and is told however late and often it is asked for; but
+    /// [`EpError::Forgotten`](crate::EpError::Forgotten) where nobody looked at the lane for too long; for
+    /// an operation that was captured into a graph.
     pub fn wait(&self, timeout: Duration) -> Result<()> {
         match &self.0 {
             Kind::Done => {
@@ -83,13 +97,16 @@ impl Event {
             }
             #[cfg(feature = "cuda")]
             Kind::Stream(on) => on.wait(timeout),
+            #[cfg(feature = "cuda")]
+            Kind::Failed(error) => Err(EpError::clone(error)),
         }
     }
 
     /// Makes everything submitted to `queue` from now on happen after it.
     ///
     /// # Errors
-    /// When the queue belongs to another device, or is the host and the wait fails.
+    /// When the queue belongs to another device, or is the host and the wait fails; when it never happens
+    /// because the stream failed.
     pub fn order(&self, queue: &Queue) -> Result<()> {
         match &self.0 {
             Kind::Done => {
@@ -102,6 +119,8 @@ impl Event {
                 Some((stream, _)) => unsafe { on.point.order(stream) }.map_err(EpError::from),
                 None => on.wait(on.ep.timeout()),
             },
+            #[cfg(feature = "cuda")]
+            Kind::Failed(error) => Err(EpError::clone(error)),
         }
     }
 }
@@ -116,9 +135,9 @@ impl OnStream {
         let Some(gpu) = &self.ep.gpu else { return Ok(()) };
         let deadline = ep_transport::Deadline::after(timeout);
         gpu.await_point(&self.ep, OP, &*self.point, deadline)?;
-        match self.operation {
-            Some((op, lane, ticket)) => gpu.verdict(&self.ep, op, lane, ticket).unwrap_or(Ok(())),
-            None => Ok(()),
-        }
+        self.operations.iter().flatten().try_for_each(|&(op, lane, ticket)| {
+            let silent = || Err(self.ep.corrupt(op, "the GPU ended it without a verdict".into()));
+            gpu.verdict(&self.ep, op, lane, ticket).unwrap_or_else(silent)
+        })
     }
 }

@@ -6,10 +6,10 @@ use ep_kernels::host::Expander;
 use ep_kernels::{CountMatrix, Layout as Routing, RecordFormat};
 use parking_lot::Mutex;
 
-use crate::Layout;
 use crate::node::Crossing;
 use crate::notify::Counts;
 use crate::shape::Resolved;
+use crate::{Layout, Result};
 
 /// The routing of one dispatch: who sent which token where.
 ///
@@ -119,16 +119,7 @@ impl HandleInner {
     /// What a GPU told of a dispatch, where the host did not lay it out itself.
     #[cfg(feature = "cuda")]
     pub fn told(&self) -> Option<&crate::gpu::Told> {
-        self.gpu.as_ref().map(|gpu| gpu.told())
-    }
-
-    /// Rank-major rows received.
-    pub fn rank_rows(&self) -> usize {
-        #[cfg(feature = "cuda")]
-        if let Some(told) = self.told() {
-            return told.rows;
-        }
-        self.rows
+        self.gpu.as_ref().map(|gpu| gpu.told_or_zeros())
     }
 
     /// Derives everything that follows from the count matrix.
@@ -159,8 +150,8 @@ impl Handle {
     }
 
     /// The rows this rank received: rank-major rows, or expert-major rows with padding. In capacity
-    /// mode on a GPU this waits, bounded, until the GPU knows; 0 if it never does or if the dispatch
-    /// was captured into a graph. The same holds for the other numbers here.
+    /// mode on a GPU this waits, bounded, until the GPU knows; 0 where [`Handle::verdict`] is an error:
+    /// nothing came. The same holds for the other numbers here.
     pub fn num_rows(&self) -> usize {
         #[cfg(feature = "cuda")]
         if let Some(told) = self.routing.told() {
@@ -173,6 +164,21 @@ impl Handle {
             Layout::RankMajor => self.routing.rows,
             Layout::ExpertMajor { .. } => self.routing.expert_rows,
         }
+    }
+
+    /// Whether the dispatch that made it went through: in capacity mode on a GPU this waits, bounded, until
+    /// the GPU knows, else it is known. Never later than [`Handle::num_rows`] and the other numbers.
+    ///
+    /// # Errors
+    /// What the ranks refused the dispatch for, however late that is asked for; a time-out, a lost peer or
+    /// an abort; [`EpError::Forgotten`](crate::EpError::Forgotten); bad arguments for a dispatch that was
+    /// captured into a graph, and once the layer is gone.
+    pub fn verdict(&self) -> Result<()> {
+        #[cfg(feature = "cuda")]
+        if let Some(gpu) = &self.routing.gpu {
+            return gpu.verdict();
+        }
+        Ok(())
     }
 
     /// How the rows are laid out.

@@ -383,7 +383,7 @@ impl Owned {
         from: &Dispatched,
         mut copy: impl FnMut(*mut u8, *const u8, usize) -> crate::Result<()>,
     ) -> crate::Result<Self> {
-        let rows = from.rows();
+        let rows = rows_on_gpu(from)?;
         let (data_bytes, record_bytes) = rows.bytes();
         let mut fetch = |from: *const u8, bytes: usize| {
             let mut to = vec![Chunk([0; 16]); bytes / size_of::<Chunk>()];
@@ -399,7 +399,7 @@ impl Owned {
         from: &Dispatched,
         mut copy: impl FnMut(*const u8, usize) -> crate::Result<ep_kernels::cuda::DeviceMemory>,
     ) -> crate::Result<Self> {
-        let rows = from.rows();
+        let rows = rows_on_gpu(from)?;
         let (data_bytes, record_bytes) = rows.bytes();
         let mut fetch = |from: *const u8, bytes: usize| -> crate::Result<Store> {
             let memory = if bytes > 0 { Some(copy(from, bytes)?) } else { None };
@@ -430,6 +430,21 @@ impl Owned {
     pub fn handle(&self) -> &Handle {
         &self.handle
     }
+}
+
+/// The rows of a result on a GPU with their records, once it is known that they came. Of a graph's replays
+/// nothing is known.
+#[cfg(feature = "cuda")]
+fn rows_on_gpu(from: &Dispatched) -> crate::Result<Received<'_>> {
+    if from.judged().is_some() {
+        from.verdict()?;
+    }
+    let handle = from.handle.routing.gpu.as_ref();
+    let record_rows = match handle.filter(|handle| !handle.is_of_a_graph()) {
+        Some(handle) => handle.told()?.rows,
+        None => 0,
+    };
+    Ok(Received { record_rows, ..from.rows() })
 }
 
 /// # Safety

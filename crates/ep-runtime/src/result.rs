@@ -25,6 +25,9 @@ pub struct Dispatched {
     pub(crate) output: Option<PayloadKind>,
     pub(crate) capacity: bool,
     pub(crate) lane: usize,
+    /// Its dispatch on a GPU, if there was one.
+    #[cfg(feature = "cuda")]
+    pub(crate) ticket: Option<(usize, crate::gpu::Ticket)>,
 }
 
 impl Dispatched {
@@ -36,7 +39,38 @@ impl Dispatched {
         capacity: bool,
         lane: usize,
     ) -> Self {
-        Self { ep, slot, handle, received, output: None, capacity, lane }
+        Self {
+            ep,
+            slot,
+            handle,
+            received,
+            output: None,
+            capacity,
+            lane,
+            #[cfg(feature = "cuda")]
+            ticket: None,
+        }
+    }
+
+    /// Its dispatch, if the ranks judge it later than the host returns.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn judged(&self) -> Option<crate::event::Judged> {
+        let later = self.ticket.filter(|(_, ticket)| *ticket != crate::gpu::Ticket::CAPTURED);
+        later.map(|(lane, ticket)| (crate::dispatch::OP, lane, ticket))
+    }
+
+    /// Whether its dispatch went through. On the host, and where the host learned how many rows came, that
+    /// is known; on a GPU in capacity mode, or where a handle was used again, this waits, bounded, until the
+    /// GPU knows.
+    ///
+    /// # Errors
+    /// As [`Handle::verdict`], for the dispatch of this result instead of the one that made its handle.
+    pub fn verdict(&self) -> Result<()> {
+        #[cfg(feature = "cuda")]
+        if let (Some(gpu), Some((lane, ticket))) = (&self.ep.gpu, self.ticket) {
+            return gpu.await_verdict(&self.ep, crate::dispatch::OP, lane, ticket);
+        }
+        Ok(())
     }
 
     /// The routing, to be kept for cached dispatches and backward passes.
@@ -94,6 +128,8 @@ impl Dispatched {
             Some(_) => (self.shown(), self.num_rows()),
             None => (0, 0),
         };
+        // Only host memory shows them; copies of what is on a GPU ask.
+        let record_rows = if self.ep.place == Memory::Host { self.handle.routing.rows } else { 0 };
         let (record, expert) = self.ep.shape.formats(kind);
         Received {
             base: self.base(),
@@ -105,7 +141,7 @@ impl Dispatched {
             rows: shown,
             real,
             records: self.ep.local(self.ep.window.rank_rows(self.slot.index())),
-            record_rows: self.handle.routing.rank_rows(),
+            record_rows,
             record,
             place: self.ep.place,
             memory: PhantomData,
@@ -144,7 +180,8 @@ impl Dispatched {
         Ok(Format::output(self.format(), &self.ep, self.handle.layout(), kind))
     }
 
-    /// Frees the slot once everything submitted to `queue` so far is done.
+    /// Frees the slot once everything submitted to `queue` so far is done. If that cannot be known, as
+    /// where `queue` is not one of the layer's device, the event's wait is the error.
     pub fn release(mut self, queue: &Queue) -> Event {
         self.slot.used_on(queue);
         #[cfg(feature = "cuda")]
@@ -158,7 +195,8 @@ impl Dispatched {
     /// memory of that GPU, which is allocated.
     ///
     /// # Errors
-    /// On a GPU: no memory, or an operation whose rows never came.
+    /// On a GPU: no memory, or a dispatch whose rows never came, or that was refused (see
+    /// [`Dispatched::verdict`]).
     pub fn into_owned(mut self, queue: &Queue) -> Result<Owned> {
         self.slot.used_on(queue);
         #[cfg(feature = "cuda")]
@@ -172,7 +210,7 @@ impl Dispatched {
     /// them: for looking into them.
     ///
     /// # Errors
-    /// On a GPU: an operation whose rows never came.
+    /// On a GPU: a dispatch whose rows never came, or that was refused (see [`Dispatched::verdict`]).
     pub fn to_host(&self, queue: &Queue) -> Result<Owned> {
         #[cfg(feature = "cuda")]
         if let Some(gpu) = &self.ep.gpu {

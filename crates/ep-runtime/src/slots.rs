@@ -110,9 +110,12 @@ impl Slot {
         Self { ep: ep.clone(), index, last: None }
     }
 
-    /// Says that work submitted to `queue` so far, or soon, uses the slot.
+    /// Says that work submitted to `queue` so far, or soon, uses the slot. The host's queue takes no
+    /// stream's place.
     pub fn used_on(&mut self, queue: &Queue) {
-        self.last = (!queue.is_host()).then(|| queue.clone());
+        if !queue.is_host() {
+            self.last = Some(queue.clone());
+        }
     }
 
     /// Says that the slot's users have been told to the device already.

@@ -113,6 +113,12 @@ pub unsafe trait ForwardLink: Debug + Send + Sync {
     fn ready(&self, peers: &[usize], flag: u32) -> bool {
         self.inner().ready(peers, flag)
     }
+
+    /// [`Link::absent`].
+    #[cfg(feature = "cuda")]
+    fn absent(&self, flag: u32) -> Vec<usize> {
+        self.inner().absent(flag)
+    }
 }
 
 // SAFETY: what `ForwardLink` asks of its implementations.
@@ -174,5 +180,10 @@ unsafe impl<F: ForwardLink> Link for F {
 
     fn ready(&self, peers: &[usize], flag: u32) -> bool {
         ForwardLink::ready(self, peers, flag)
+    }
+
+    #[cfg(feature = "cuda")]
+    fn absent(&self, flag: u32) -> Vec<usize> {
+        ForwardLink::absent(self, flag)
     }
 }

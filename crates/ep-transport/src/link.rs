@@ -303,4 +303,12 @@ pub unsafe trait Link: Debug + Send + Sync {
 
     /// Whether `wait` would return at once, be it with an error because the group has failed.
     fn ready(&self, peers: &[usize], flag: u32) -> bool;
+
+    /// The peers for whose flag `flag` a stream is waiting now, as far as this link can tell: for errors
+    /// of those who wait for the stream.
+    #[cfg(feature = "cuda")]
+    fn absent(&self, flag: u32) -> Vec<usize> {
+        let _ = flag;
+        Vec::new()
+    }
 }

@@ -37,6 +37,7 @@ const CASES: [Case; 6] = [
             "gpu_layer",
             "gpu_oracle",
             "gpu_processes",
+            "gpu_verdicts",
         ],
         // Rows of training are too many for it.
         args: &[ALONE, "--skip", "shapes_of_training", "--skip", "rows_that_go_in_parts"],

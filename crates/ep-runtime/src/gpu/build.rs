@@ -2,7 +2,6 @@
 
 use std::ffi::c_void;
 use std::sync::Arc;
-use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
 use cudarc::driver::sys::CUstream;
@@ -376,7 +375,7 @@ impl Gpu {
                 state,
                 scratch: state + (sizes.lane - sizes.scratch) as u64,
                 reports: reports + (lane * REPORTS * sizes.report) as u64,
-                tickets: AtomicU64::new(0),
+                verdicts: Mutex::default(),
             }
         };
         let moe = with_addresses(moe_shape(shape, rank), tables, side.poisoned, window);

@@ -8,6 +8,7 @@ use ep_transport::Queue;
 
 use crate::combine::{CombineOpts, Combined, FIXED, NODE_REDUCED, OP, REDUCED, WEIGHTED};
 use crate::ep::Inner;
+use crate::event::Judged;
 use crate::lane::LaneGuard;
 use crate::notify::{self, Header, Phase};
 use crate::result::Dispatched;
@@ -43,6 +44,8 @@ pub(crate) struct Folding {
     queue: Queue,
     /// The bad verdict, where the host has to know it.
     refused: Option<EpError>,
+    /// The dispatch whose rows are combined.
+    dispatch: Option<Judged>,
 }
 
 impl Folding {
@@ -135,6 +138,7 @@ impl Folding {
             gpu.tell(&ep, &turn)?;
             gpu.signal(&ep, &turn, Phase::Posted, &ep.flagged)?;
         }
+        let dispatch = result.judged();
         let Dispatched { slot, handle, .. } = result;
         let (per_rank, weighted) = (reduced || !expert_major, opts.weighted && !reduced);
         let (slot, queue, format) = (Some(slot), queue.clone(), travelling);
@@ -153,6 +157,7 @@ impl Folding {
             turn,
             queue,
             refused,
+            dispatch,
         })
     }
 
@@ -223,7 +228,7 @@ impl Folding {
             return self.gpu().send_sums(ep, &self.turn, &self.homeward(&self.any_arguments()));
         }
         let rows = (slot, self.format.stride, self.per_rank);
-        self.gpu().send_home(ep, &self.turn, memory.told(), rows)
+        self.gpu().send_home(ep, &self.turn, memory.told()?, rows)
     }
 
     fn homeward<'a>(&'a self, args: &'a CombineArgs) -> Homeward<'a> {
@@ -274,8 +279,9 @@ impl Folding {
         if let Some(refused) = self.refused.take() {
             return Err(refused);
         }
-        let verdict = Some((OP, self.turn.lane, self.turn.ticket));
-        Ok(Event::on_stream(ep.clone(), point, verdict, self.turn.capturing))
+        let combine = Some((OP, self.turn.lane, self.turn.ticket));
+        let verdicts = [self.dispatch, combine];
+        Ok(Event::on_stream(ep.clone(), point, verdicts, self.turn.capturing))
     }
 
     fn release(&mut self, point: &Arc<dyn Point>) {
@@ -369,6 +375,10 @@ impl Folding {
         gpu.wait(&ep, &self.turn, ("combine, read by all", Phase::Done), &ep.flagged)?;
         gpu.flush(&ep, &self.turn)?;
         let point = gpu.finish(OP, &self.turn, &self.queue)?;
+        if !gpu.is_far() {
+            // Sums would have told the verdict.
+            gpu.void(&self.turn);
+        }
         self.release(&point);
         Ok(())
     }

@@ -47,7 +47,11 @@ impl Gpu {
         let mut spins = 0u32;
         while !point.is_done()? {
             if deadline.expired() {
-                let (peers, hint) = (Vec::new(), " (work on the stream did not end)".into());
+                let mut peers: Vec<usize> =
+                    (0..self.lanes.len()).flat_map(|lane| self.absent(ep, lane)).collect();
+                peers.sort_unstable();
+                peers.dedup();
+                let hint = " (work on the stream did not end)".into();
                 let after = deadline.length();
                 return Err(ep_transport::TransportError::Timeout { op, peers, after, hint }.into());
             }

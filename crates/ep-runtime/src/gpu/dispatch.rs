@@ -7,7 +7,7 @@ use ep_kernels::PayloadKind;
 use ep_kernels::cuda::moe::{DispatchArgs, IdsKind, LayoutArgs, MoeWork, PlanArgs};
 use ep_transport::Queue;
 
-use crate::dispatch::{CAPACITY, FIXED, PHYSICAL_IDS};
+use crate::dispatch::{CAPACITY, FIXED, OP, PHYSICAL_IDS};
 use crate::ep::Inner;
 use crate::handle::HandleInner;
 use crate::lane::LaneGuard;
@@ -22,7 +22,6 @@ use super::memory::HandleMemory;
 use super::plans::Moving;
 use super::{Gpu, Turn};
 
-const OP: &str = "dispatch";
 /// Bulk copies need it.
 const ROW_ALIGN: u64 = 16;
 
@@ -295,7 +294,7 @@ impl Sending {
             let stride = gpu.row_format(&ep, self.kind).stride as usize;
             let (turn, memory) = (&self.turn, self.memory());
             let sent = match gpu.crosses() {
-                true => gpu.send_blocks(&ep, turn, memory.told(), stride),
+                true => gpu.send_blocks(&ep, turn, memory.told()?, stride),
                 false => gpu.send_rows(&ep, turn, memory, &self.parts, (slot, stride)),
             };
             sent.map_err(|e| ep.give_up(OP, e))?;
@@ -355,7 +354,10 @@ impl Sending {
         let mut slot = self.slot.take().expect("taken with the handle");
         slot.used_on(queue);
         let handle = Handle { routing };
-        Ok(Dispatched::new(ep, slot, handle, Some(self.kind), self.capacity, lane))
+        let result = Dispatched::new(ep, slot, handle, Some(self.kind), self.capacity, lane);
+        // What the host waited for it need not ask for.
+        let later = self.cached || self.capacity;
+        Ok(Dispatched { ticket: later.then_some((lane, self.turn.ticket)), ..result })
     }
 
     fn receive(&mut self, queue: &Queue) -> Result<()> {

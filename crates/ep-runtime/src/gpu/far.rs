@@ -194,7 +194,7 @@ impl Gpu {
         parts: &Parts,
         (slot, stride): (usize, usize),
     ) -> Result<()> {
-        let (lane, told) = (self.lane(turn.lane), memory.told());
+        let (lane, told) = (self.lane(turn.lane), memory.told()?);
         let carrier = lane.carrier.as_ref().filter(|_| parts.0[0].is_some());
         let queue = carrier.unwrap_or(&lane.queue);
         let of = if carrier.is_some() { PARTS } else { 1 };

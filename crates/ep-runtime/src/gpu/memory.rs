@@ -34,6 +34,15 @@ pub(crate) struct Told {
     pub nodes: ToldNodes,
 }
 
+impl Told {
+    /// Of a dispatch that brings nothing.
+    fn zeros(Counted { experts, ranks, .. }: Counted) -> Self {
+        let (counts, offsets) = (vec![0; experts], vec![0; experts + 1]);
+        let (from, to) = (vec![0; ranks], vec![0; ranks]);
+        Self { counts, offsets, from, to, ..Self::default() }
+    }
+}
+
 /// What the host has to know of rows for and from ranks that are not mapped; by rank, unless it says
 /// more.
 #[derive(Debug, Default)]
@@ -88,8 +97,10 @@ pub(crate) struct HandleMemory {
     /// Filled while the dispatch still owned the handle.
     told: Told,
     eager: bool,
-    /// Filled when somebody asks.
+    /// Filled when somebody asks, and the verdict is good.
     late: OnceLock<Told>,
+    /// What is shown where nothing is known.
+    nothing: Told,
     /// The dispatch that fills it.
     source: Option<(std::sync::Weak<Inner>, usize, Ticket)>,
     /// The last work of each lane that reads or writes it.
@@ -102,28 +113,55 @@ pub(crate) struct HandleMemory {
 
 impl HandleMemory {
     /// What the host knows, waiting for it, bounded, if it has to.
-    pub fn told(&self) -> &Told {
+    ///
+    /// # Errors
+    /// The verdict of the dispatch that fills it, if that is bad or does not come.
+    pub fn told(&self) -> Result<&Told> {
         if self.eager {
-            return &self.told;
+            return Ok(&self.told);
         }
-        self.late.get_or_init(|| {
+        if let Some(told) = self.late.get() {
+            return Ok(told);
+        }
+        // Held while the summary is read, which goes with it.
+        let _layer = self.await_verdict()?;
+        Ok(self.late.get_or_init(|| {
             let mut told = Told::default();
-            if let Some((ep, lane, ticket)) = &self.source
-                && *ticket != Ticket::CAPTURED
-                && let Some(ep) = ep.upgrade()
-                && let Some(gpu) = &ep.gpu
-            {
-                match gpu.await_verdict(&ep, "dispatch", *lane, *ticket) {
-                    Ok(()) => {
-                        self.read(&mut told);
-                        return told;
-                    }
-                    Err(e) => tracing::warn!("a handle has no counts: {e}"),
-                }
-            }
-            self.clear(&mut told);
+            self.read(&mut told);
             told
+        }))
+    }
+
+    /// As [`HandleMemory::told`]; zeros where that is an error.
+    pub fn told_or_zeros(&self) -> &Told {
+        self.told().unwrap_or_else(|e| {
+            tracing::warn!("a handle has no counts: {e}");
+            &self.nothing
         })
+    }
+
+    /// Whether the replays of a graph fill it.
+    pub fn is_of_a_graph(&self) -> bool {
+        !self.eager && matches!(self.source, Some((_, _, Ticket::CAPTURED)))
+    }
+
+    /// Waits, bounded, for the verdict of the dispatch that fills it.
+    pub fn verdict(&self) -> Result<()> {
+        match self.eager || self.late.get().is_some() {
+            true => Ok(()),
+            false => self.await_verdict().map(drop),
+        }
+    }
+
+    /// The layer, once the verdict is good.
+    fn await_verdict(&self) -> Result<Arc<Inner>> {
+        const OP: &str = "dispatch";
+        let gone = || EpError::argument(OP, "the layer of the handle is gone, with what it knew");
+        let (ep, lane, ticket) = self.source.as_ref().ok_or_else(gone)?;
+        let ep = ep.upgrade().ok_or_else(gone)?;
+        let gpu = ep.gpu.as_ref().ok_or_else(gone)?;
+        gpu.await_verdict(&ep, OP, *lane, *ticket)?;
+        Ok(ep)
     }
 
     /// Reads what the GPU told, once its verdict is known.
@@ -161,14 +199,6 @@ impl HandleMemory {
             take(&mut told.nodes.counts, nodes);
             told.nodes.read_incoming(&rest[..3 * sources]);
         }
-    }
-
-    fn clear(&self, told: &mut Told) {
-        let Counted { experts, ranks, .. } = self.sizes;
-        told.counts.resize(experts, 0);
-        told.offsets.resize(experts + 1, 0);
-        told.from.resize(ranks, 0);
-        told.to.resize(ranks, 0);
     }
 
     /// Takes over what the GPU told of a dispatch that is complete on the host.
@@ -358,6 +388,7 @@ impl Handles {
                 told: Told::default(),
                 eager: false,
                 late: OnceLock::new(),
+                nothing: Told::zeros(counted),
                 source: None,
                 uses: Mutex::default(),
                 filled: Mutex::default(),

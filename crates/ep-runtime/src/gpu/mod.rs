@@ -23,10 +23,11 @@ mod plans;
 mod report;
 #[cfg(test)]
 mod sim;
+mod slots;
 mod tune;
+mod verdicts;
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 use cudarc::driver::sys::CUstream;
 use ep_kernels::cuda::moe::{AnnounceArgs, MoeOp, MoeShape, MoeWork, MovePlan};
@@ -41,15 +42,15 @@ pub(crate) use machine::{Machine, Point};
 pub(crate) use memory::{HandleMemory, Handles, Told};
 pub use plans::PlanOrigin;
 pub(crate) use plans::{Found, Moving, Plans};
-pub(crate) use report::Ticket;
 use report::moe;
+pub(crate) use report::{CAPTURED, Ticket};
 pub use tune::PlanInForce;
 pub(crate) use tune::{TuneSettings, tune_built};
 
 use crate::ep::Inner;
 use crate::notify::{Header, Phase};
-use crate::slots::Slot;
-use crate::{EpError, Event, Result};
+use crate::{EpError, Result};
+use verdicts::Verdicts;
 
 /// How the kernels of a layer are launched. What is not said is what tuning found (see
 /// [`Tune`](crate::sched::tune::Tune)), else what ships for the device.
@@ -130,7 +131,7 @@ struct GpuLane {
     state: u64,
     scratch: u64,
     reports: u64,
-    tickets: AtomicU64,
+    verdicts: Mutex<Verdicts>,
 }
 
 impl GpuLane {
@@ -156,6 +157,7 @@ struct SlotStates {
 pub(crate) struct Turn {
     lane: usize,
     pub capturing: bool,
+    /// As if captured where it reports nothing.
     pub ticket: Ticket,
 }
 
@@ -220,8 +222,14 @@ impl Gpu {
         &self.lanes[index]
     }
 
-    /// Checks the caller's queue and lets the lane's stream wait for it.
+    /// As [`Gpu::enter`], for an operation of a lane that the caller holds.
     fn begin(&self, op: &'static str, lane: usize, queue: &Queue) -> Result<Turn> {
+        let turn = self.enter(op, lane, queue)?;
+        Ok(Turn { ticket: self.ticket(lane, turn.capturing), ..turn })
+    }
+
+    /// Checks the caller's queue and lets the lane's stream wait for it.
+    fn enter(&self, op: &'static str, lane: usize, queue: &Queue) -> Result<Turn> {
         let (raw, ordinal) = self.raw(op, queue)?;
         if ordinal != self.ordinal {
             let detail = format!(
@@ -235,17 +243,12 @@ impl Gpu {
             self.machine.check_stream(op, raw)?;
             self.machine.is_capturing(raw)?
         };
-        let lane_state = self.lane(lane);
-        let ticket = match capturing {
-            true => Ticket::CAPTURED,
-            false => Ticket::new(lane_state.tickets.fetch_add(1, Ordering::Relaxed) + 1),
-        };
         if capturing {
             self.check_capture(op)?;
         }
         // SAFETY: both streams are live and of this device.
-        unsafe { self.machine.chain(raw, lane_state.stream())? };
-        Ok(Turn { lane, capturing, ticket })
+        unsafe { self.machine.chain(raw, self.lane(lane).stream())? };
+        Ok(Turn { lane, capturing, ticket: Ticket::CAPTURED })
     }
 
     fn raw(&self, op: &'static str, queue: &Queue) -> Result<(CUstream, usize)> {
@@ -281,6 +284,7 @@ impl Gpu {
     /// After an error before anything was submitted: a capture that [`Gpu::begin`] spread to the
     /// lane's stream comes back to `queue`, so that the caller can end it.
     fn leave(&self, op: &'static str, turn: &Turn, queue: &Queue, error: EpError) -> EpError {
+        self.void(turn);
         if turn.capturing {
             // The error at hand says more than that the capture is lost.
             let _ = self.finish(op, turn, queue);
@@ -374,119 +378,5 @@ impl Gpu {
     /// The plan of a kernel that moves rows of `row_bytes`.
     fn plan(&self, moving: Moving, row_bytes: u32) -> MovePlan {
         self.plan_in_force(moving, row_bytes).0
-    }
-}
-
-/// Slots on streams.
-impl Gpu {
-    /// A slot for rows that the caller writes in the order of `queue`.
-    pub fn slot_for(
-        &self,
-        ep: &Arc<Inner>,
-        op: &'static str,
-        lane: usize,
-        queue: &Queue,
-    ) -> Result<Slot> {
-        let turn = self.begin(op, lane, queue)?;
-        let taken = self.take_slot(ep, op, &turn);
-        let mut slot = taken.map_err(|e| self.leave(op, &turn, queue, e))?;
-        self.finish(op, &turn, queue)?;
-        slot.used_on(queue);
-        Ok(slot)
-    }
-
-    /// A slot that peers may have once the lane's stream gets there.
-    fn take_slot(&self, ep: &Arc<Inner>, op: &'static str, turn: &Turn) -> Result<Slot> {
-        let index = match turn.capturing {
-            true => self.take_captured(ep, op)?,
-            false => ep.slots.take().ok_or(EpError::NoFreeSlot { op, slots: ep.slots.count() })?,
-        };
-        let slot = Slot::adopt(ep, index);
-        let free_at = self.slots.lock().free_at[index].take();
-        if let Some(point) = free_at.filter(|_| !turn.capturing) {
-            // SAFETY: the lane's stream is live.
-            unsafe { point.order(self.lane(turn.lane).stream())? };
-        }
-        Ok(slot)
-    }
-
-    /// A slot for a graph: one that graphs use already, else one whose last user has finished.
-    fn take_captured(&self, ep: &Inner, op: &'static str) -> Result<usize> {
-        let none = EpError::NoFreeSlot { op, slots: ep.slots.count() };
-        let mut states = self.slots.lock();
-        if states.captured_free != 0 {
-            let index = states.captured_free.trailing_zeros() as usize;
-            states.captured_free &= states.captured_free - 1;
-            return Ok(index);
-        }
-        let index = ep.slots.take().ok_or(none)?;
-        let busy = match &states.free_at[index] {
-            Some(point) => !self.machine.is_done_in_capture(&**point)?,
-            None => false,
-        };
-        if busy {
-            ep.slots.give_back(index);
-            let detail = "the free slot is still read by work submitted before the capture; \
-                          synchronise before capturing";
-            return Err(EpError::argument(op, detail));
-        }
-        states.free_at[index] = None;
-        states.captured |= 1 << index;
-        Ok(index)
-    }
-
-    /// A slot that an eager call filled is used by a graph from now on.
-    fn capture_slot(&self, index: usize) {
-        self.slots.lock().captured |= 1 << index;
-    }
-
-    /// The slot's owner is done with it, on `last` if it was used on a stream.
-    pub fn give_back(&self, ep: &Inner, index: usize, last: Option<Queue>) {
-        let mut states = self.slots.lock();
-        if states.captured & 1 << index != 0 {
-            states.captured_free |= 1 << index;
-            return;
-        }
-        if let Some((raw, _)) = last.and_then(|queue| queue.raw()) {
-            // SAFETY: a queue's stream is live as long as what was submitted to it.
-            if unsafe { self.machine.is_capturing(raw) }.unwrap_or(false) {
-                // What was captured may use it whenever the graph is launched, and what was submitted
-                // before may be using it still: no other call gets it.
-                states.captured |= 1 << index;
-                tracing::debug!("slot {index} stays with a graph: it was dropped during a capture");
-                return;
-            }
-            // SAFETY: as above.
-            match unsafe { self.machine.record(raw) } {
-                Ok(point) => states.free_at[index] = Some(point),
-                Err(error) => {
-                    // Never offered to peers again, rather than while it may be read.
-                    tracing::warn!("slot {index} is given up: {error}");
-                    return;
-                }
-            }
-        }
-        drop(states);
-        ep.slots.give_back(index);
-    }
-
-    /// The slot may be offered after `point`.
-    fn free_after(&self, slot: &mut Slot, point: &Arc<dyn Point>, turn: &Turn) {
-        slot.unused();
-        if !turn.capturing {
-            self.slots.lock().free_at[slot.index()] = Some(point.clone());
-        }
-    }
-
-    /// The event of a release: everything on `queue` so far.
-    pub fn released(&self, ep: &Arc<Inner>, queue: &Queue) -> Event {
-        let Some((raw, _)) = queue.raw() else { return Event::done() };
-        // SAFETY: the queue's stream is live.
-        match unsafe {
-            self.machine.is_capturing(raw).and_then(|c| Ok((self.machine.record(raw)?, c)))
-        } {
-            Ok((point, captured)) => Event::on_stream(ep.clone(), point, None, captured),
-            Err(_) => Event::done(),
-        }
     }
 }

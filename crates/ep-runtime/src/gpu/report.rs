@@ -1,16 +1,21 @@
 //! What a GPU tells the host of operations.
 
+use std::time::Duration;
+
 use ep_kernels::cuda::moe::{MoeHeader, MoeReport, verdict};
 use ep_transport::{Deadline, TransportError};
 
 use crate::ep::Inner;
-use crate::notify::{self, Header};
+use crate::notify::{self, Header, Phase};
 use crate::{EpError, Result};
 
-use super::Gpu;
+use super::verdicts::{KEPT, Refusal, Ring, Verdict};
+use super::{Gpu, GpuLane, Turn};
 
-/// How many operations of a lane the host may be late in asking for.
-pub(super) const KEPT: u64 = 64;
+/// What a captured operation's event and handle say when they are asked for its verdict.
+pub(crate) const CAPTURED: &str =
+    "the operation was captured into a graph: wait for the graph's launch";
+
 /// Reports of a lane: those kept and one that captured operations share.
 pub(super) const REPORTS: usize = KEPT as usize + 1;
 
@@ -21,10 +26,6 @@ pub(crate) struct Ticket(u64);
 impl Ticket {
     /// Every replay of a graph writes the same one.
     pub const CAPTURED: Self = Self(u64::MAX);
-
-    pub fn new(number: u64) -> Self {
-        Self(number)
-    }
 
     pub fn number(self) -> u64 {
         self.0
@@ -38,26 +39,28 @@ impl Ticket {
 }
 
 impl Gpu {
-    /// The report of an operation, if it has been written. Of one that was overwritten by later
-    /// operations nothing is known any more; it counts as good, since later ones went on.
-    fn report(&self, lane: usize, ticket: Ticket) -> Option<MoeReport> {
-        let at = ticket.report(self.lane(lane).reports, self.sizes.report) as *const MoeReport;
-        // SAFETY: the report is in page-locked memory of this layer, aligned to 8. The GPU writes
-        // the ticket last, and the fence orders the other reads after it.
-        let seen = unsafe {
-            let seen = (&raw const (*at).ticket).read_volatile();
-            std::sync::atomic::fence(std::sync::atomic::Ordering::Acquire);
-            seen
-        };
-        if seen == ticket.number() {
-            // SAFETY: page-locked memory of this layer, aligned; whole, since the ticket was seen.
-            return Some(unsafe { at.read_volatile() });
-        }
-        let later = seen > ticket.number() && ticket != Ticket::CAPTURED;
-        later.then(|| MoeReport { ticket: seen, verdict: verdict::OK, ..MoeReport::default() })
+    fn ring(&self, lane: &GpuLane) -> Ring {
+        let (reports, bytes) = (lane.reports, self.sizes.report);
+        Ring { reports, bytes, world: self.shape.world as usize }
     }
 
-    /// The verdict of an operation, if it is known.
+    /// The ticket of an operation that is about to be submitted to a lane, which its caller holds.
+    pub(super) fn ticket(&self, lane: usize, capturing: bool) -> Ticket {
+        let lane = self.lane(lane);
+        match capturing {
+            true => Ticket::CAPTURED,
+            false => Ticket(lane.verdicts.lock().next(&self.ring(lane))),
+        }
+    }
+
+    /// The operation of a turn, the last one of its lane, writes no report.
+    pub(super) fn void(&self, turn: &Turn) {
+        if !turn.capturing {
+            self.lane(turn.lane).verdicts.lock().take_back(turn.ticket.0);
+        }
+    }
+
+    /// The verdict of an operation, if it is known: its own, however late it is asked for.
     pub fn verdict(
         &self,
         ep: &Inner,
@@ -65,17 +68,25 @@ impl Gpu {
         lane: usize,
         ticket: Ticket,
     ) -> Option<Result<()>> {
-        let report = self.report(lane, ticket)?;
-        Some(match report.verdict {
-            verdict::OK => Ok(()),
-            verdict::CAPACITY => Err(self.capacity(ep, op, &report)),
-            verdict::DISAGREE => Err(self.disagreement(op, lane, ticket)),
-            _ => Err(failed(ep, op)),
-        })
+        if ticket == Ticket::CAPTURED {
+            return Some(Err(EpError::argument(op, CAPTURED)));
+        }
+        let of = self.lane(lane);
+        let known = of.verdicts.lock().of(ticket.0, &self.ring(of))?;
+        let Refusal { report, headers } = match known {
+            Verdict::Good => return Some(Ok(())),
+            Verdict::Refused(why) => why,
+            Verdict::Forgotten => return Some(Err(EpError::Forgotten { op, lane, kept: KEPT })),
+        };
+        Some(Err(match report.verdict {
+            verdict::CAPACITY => self.capacity(ep, op, &report),
+            verdict::DISAGREE => self.disagreement(op, headers),
+            _ => failed(ep, op),
+        }))
     }
 
     /// The slot that a rank announced for an operation with a verdict, where ranks are not mapped.
-    pub fn announced_slot(&self, turn: &super::Turn, rank: usize) -> usize {
+    pub fn announced_slot(&self, turn: &Turn, rank: usize) -> usize {
         let report = turn.ticket.report(self.lane(turn.lane).reports, self.sizes.report) as usize;
         let headers = (report + size_of::<MoeReport>()) as *const MoeHeader;
         // SAFETY: behind a report there is room for the announcements of all ranks; they were written
@@ -91,10 +102,10 @@ impl Gpu {
         lane: usize,
         ticket: Ticket,
     ) -> Result<()> {
-        // The watchdog of the stream's own wait knows more of the absent; it gets to speak first.
+        // The watchdog knows more of the absent, and its time begins when the stream comes to the wait: it
+        // gets to speak first.
         let timeout = ep.timeout();
-        let deadline =
-            Deadline::after(timeout + timeout / 4 + std::time::Duration::from_millis(500));
+        let deadline = Deadline::after(2 * timeout + Duration::from_secs(2));
         let mut spins = 0;
         loop {
             if let Some(verdict) = self.verdict(ep, op, lane, ticket) {
@@ -104,13 +115,24 @@ impl Gpu {
                 ep.usable(op)?;
             }
             if deadline.expired() {
+                let (peers, after) = (self.absent(ep, lane), deadline.length());
                 let hint = format!(" (lane {lane}, the GPU did not get there)");
-                let error = TransportError::Timeout { op, peers: Vec::new(), after: timeout, hint };
+                let error = TransportError::Timeout { op, peers, after, hint };
                 ep.group.report(&error);
                 return Err(error.into());
             }
             self.machine.pause(&mut spins);
         }
+    }
+
+    /// Whom a lane's stream waits for now.
+    pub(super) fn absent(&self, ep: &Inner, lane: usize) -> Vec<usize> {
+        let phases = [Phase::Posted, Phase::Done, Phase::Sent];
+        let mut peers: Vec<usize> =
+            phases.iter().flat_map(|phase| ep.link.absent(phase.flag(lane))).collect();
+        peers.sort_unstable();
+        peers.dedup();
+        peers
     }
 
     fn capacity(&self, ep: &Inner, op: &'static str, report: &MoeReport) -> EpError {
@@ -129,16 +151,8 @@ impl Gpu {
     }
 
     /// The error that the announcements of all ranks amount to.
-    fn disagreement(&self, op: &'static str, lane: usize, ticket: Ticket) -> EpError {
-        let at = ticket.report(self.lane(lane).reports, self.sizes.report) as usize
-            + size_of::<MoeReport>();
-        let headers: Vec<Header> = (0..self.shape.world as usize)
-            .map(|source| {
-                // SAFETY: behind a report there is room for the announcements of all ranks; they
-                // were written before the ticket.
-                header(unsafe { (at as *const MoeHeader).add(source).read_volatile() })
-            })
-            .collect();
+    fn disagreement(&self, op: &'static str, headers: Vec<MoeHeader>) -> EpError {
+        let headers: Vec<Header> = headers.into_iter().map(header).collect();
         match notify::verdict(op, &headers) {
             Err(error) => error,
             Ok(()) => {

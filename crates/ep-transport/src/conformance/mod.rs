@@ -42,10 +42,8 @@ pub enum Queues {
     /// On the host queue.
     #[default]
     Host,
-    /// On streams of the GPU that has the windows: for links with a [`Link::stream_side`]. Stores
+    /// On streams of the GPU that has the windows: for links with a `Link::stream_side`. Stores
     /// and loads are copies in the order of the stream.
-    ///
-    /// [`Link::stream_side`]: crate::Link::stream_side
     Streams,
 }
 

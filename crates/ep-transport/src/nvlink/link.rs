@@ -385,6 +385,14 @@ unsafe impl Link for NvlinkLink {
         let fails = |&peer: &usize| self.group.health().check_waiting("ready", &[peer]).is_err();
         absent.peek().is_none() || absent.any(fails)
     }
+
+    fn absent(&self, flag: u32) -> Vec<usize> {
+        if flag >= self.spec.flags {
+            return Vec::new();
+        }
+        let absent = self.watchdog.shared.board.absent(flag);
+        absent.into_iter().map(|(peer, _)| peer).collect()
+    }
 }
 
 #[cfg(test)]

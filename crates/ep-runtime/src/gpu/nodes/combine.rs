@@ -56,11 +56,11 @@ impl Gpu {
         turn: &Turn,
         home: &Homeward<'_>,
     ) -> Result<()> {
-        let told = home.memory.told();
+        let told = home.memory.told()?;
         let forward = ep.window.forward_staging(turn.lane);
         let stride = home.crossing.stride as usize;
         for (index, block) in told.nodes.incoming.iter().enumerate().filter(|(_, b)| b.rows > 0) {
-            let routing = self.block_routing(home.memory, turn, index);
+            let routing = self.block_routing(home.memory, turn, (index, *block));
             let out = ep.local(forward + block.first as usize * stride) as u64;
             let args = home.sums(self.shape, routing, out);
             // SAFETY: rows are in slots that ranks of this node announced for this operation; forward

@@ -22,7 +22,7 @@ use ep_transport::{Put, Receive};
 
 pub(super) use combine::Homeward;
 pub(crate) use memory::NodeSizes;
-pub(super) use memory::{HandleNodes, Tables, ToldNodes};
+pub(super) use memory::{HandleNodes, Tables, ToldBlock, ToldNodes};
 
 use crate::Result;
 use crate::ep::Inner;
@@ -202,7 +202,7 @@ impl Gpu {
         (kind, cached): (PayloadKind, bool),
     ) -> Result<()> {
         self.await_sent(ep, turn, "dispatch, rows of other nodes")?;
-        let told = memory.told();
+        let told = memory.told()?;
         for (index, block) in told.nodes.incoming.iter().enumerate() {
             if block.rows > 0 {
                 self.forward_block(ep, turn, memory, (index, kind, cached))?;
@@ -221,12 +221,12 @@ impl Gpu {
         let Some((all, handle)) = self.of_nodes(memory) else {
             return Ok(());
         };
-        let block = memory.told().nodes.incoming[index];
+        let block = memory.told()?.nodes.incoming[index];
         let format = self.row_format(ep, kind);
         let stride = u64::from(format.stride);
         let staging = ep.local(ep.window.forward_staging(turn.lane)) as u64;
         let records = staging + u64::from(block.first) * stride;
-        let routing = self.block_routing(memory, turn, index);
+        let routing = self.block_routing(memory, turn, (index, block));
         let numbers = handle.numbers + 4 * u64::from(block.first);
         if !cached {
             self.read_block(ep, turn, (all, format, records), &routing, numbers)?;
@@ -290,11 +290,15 @@ impl Gpu {
     }
 
     /// The routing of the tokens of a block that came here, as if they were this rank's.
-    fn block_routing(&self, memory: &HandleMemory, turn: &Turn, index: usize) -> MoeRouting {
+    fn block_routing(
+        &self,
+        memory: &HandleMemory,
+        turn: &Turn,
+        (index, block): (usize, ToldBlock),
+    ) -> MoeRouting {
         let Some((all, handle)) = self.of_nodes(memory) else {
             return memory.routing;
         };
-        let block = memory.told().nodes.incoming[index];
         let (world, physical) = (u64::from(self.shape.world), u64::from(self.shape.physical));
         let (counts, at) = (all.lanes[turn.lane] + memory::COUNTS_AT, index as u64);
         let routing = MoeRouting {

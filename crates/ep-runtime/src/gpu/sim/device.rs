@@ -94,6 +94,10 @@ impl Devices {
         self.memory.stream()
     }
 
+    pub fn has(&self, stream: usize) -> bool {
+        stream < self.streams.len()
+    }
+
     pub fn point(&mut self) -> usize {
         self.points.push(None);
         self.points.len() - 1

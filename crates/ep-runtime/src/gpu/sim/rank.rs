@@ -92,6 +92,10 @@ impl Machine for Simulated {
     }
 
     unsafe fn record(&self, stream: CUstream) -> Driver<Arc<dyn Point>> {
+        if !self.shared.with(|devices| devices.has(number(stream))) {
+            let reason = "there is no such stream".into();
+            return Err(CudaError::Unsupported { operation: "record", reason });
+        }
         let point = self.shared.with(Devices::point);
         self.shared.submit(number(stream), Op::Record(point));
         Ok(Arc::new(Moment { shared: self.shared.clone(), point }))

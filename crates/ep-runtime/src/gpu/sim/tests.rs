@@ -1,8 +1,13 @@
 //! Properties of the protocol, and that the simulation finds what breaks them.
 
+use std::time::Duration;
+
+use ep_transport::Queue;
+
 use super::device::Rng;
 use super::program::calls;
-use super::run::{Far, Setting, as_threads, phase_by_phase};
+use super::rank::queue;
+use super::run::{Far, Setting, as_threads, build, layer, phase_by_phase};
 use super::turns::{Mutant, Outcome};
 
 fn setting(seed: u64, mutant: Mutant) -> Setting {
@@ -199,4 +204,24 @@ fn a_signal_ahead_of_its_kernel_is_early_reuse() {
 fn a_slot_that_is_not_waited_for_is_early_reuse() {
     let early = |outcome: &Outcome| outcome.faults.iter().any(|f| f.contains("while"));
     assert!(found(Mutant::NoOrders, 8, early) > 0);
+}
+
+/// The slot may still be in use, so it stays away as well.
+#[test]
+fn a_release_that_nothing_tells_of_is_an_error() {
+    let (shared, ranks) =
+        build(&Setting { world: 2, gpus: 2, ..setting(1, Mutant::None) }, &layer(2));
+    let inner = &ranks[0].ep.inner;
+    let gpu = inner.gpu.as_ref().unwrap();
+    let released = |queue: &Queue| gpu.released(inner, queue);
+    let live = queue(shared.with(|devices| devices.stream(0)), 0);
+    assert!(!released(&live).ready());
+    for (gone, why) in [(queue(1 << 20, 0), "no such stream"), (Queue::host(), "pass a stream")] {
+        let event = released(&gone);
+        assert!(event.ready());
+        for told in [event.wait(Duration::ZERO), event.order(&live), event.order(&Queue::host())] {
+            let e = told.unwrap_err();
+            assert!(e.to_string().contains(why), "{e}");
+        }
+    }
 }

@@ -369,6 +369,12 @@ unsafe impl Link for NcclLink {
             Err(_) => failed(),
         }
     }
+
+    fn absent(&self, flag: u32) -> Vec<usize> {
+        let absent = self.inner.absent(flag);
+        let is = |peer: &usize| self.near[*peer].is_some_and(|near| absent.contains(&near));
+        (0..self.near.len()).filter(is).collect()
+    }
 }
 
 impl Drop for NcclLink {

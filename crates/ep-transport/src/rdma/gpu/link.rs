@@ -268,4 +268,8 @@ unsafe impl Link for GpuLink {
     fn ready(&self, peers: &[usize], flag: u32) -> bool {
         self.near.ready(peers, flag)
     }
+
+    fn absent(&self, flag: u32) -> Vec<usize> {
+        self.near.absent(flag)
+    }
 }
