@@ -352,7 +352,6 @@ pub(crate) struct Blocks {
     /// Rows of experts; 0 where there are none.
     pub expert_rows: usize,
     /// Whether any number of each there can be fits.
-    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "GPUs alone have blocks"))]
     pub any: (bool, bool),
 }
 

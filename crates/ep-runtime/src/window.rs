@@ -94,7 +94,6 @@ pub(crate) struct Window {
     receive: usize,
     forward: usize,
     /// Bytes of a block of fixed size, one per rank in `send` and in `receive`; 0 without.
-    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "GPUs alone have blocks"))]
     pub block: usize,
     world: usize,
     pub bytes: usize,

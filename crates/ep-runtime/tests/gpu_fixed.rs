@@ -7,14 +7,16 @@ mod common;
 use std::sync::atomic::AtomicUsize;
 use std::time::Duration;
 
+#[cfg(feature = "nccl")]
+use common::eps_of;
 use common::exercise::{Blocks, How, check_in};
 use common::gpu::Gpus;
 use common::gpu_apart::{ALONE, Apart, RANKS, TOGETHER, apart, random};
 use common::gpu_replays::{Work, cached_dispatches_are_captured, replays_equal_eager_calls};
 use common::gpu_small::{Graph, LIMIT, Rank, STOPS, capacity, gpus, plain};
 use common::ground::Grounds;
+use common::ranks;
 use common::small::{EXPERTS, Tokens, assert_argument, builder, opts, shape};
-use common::{eps_of, ranks};
 use ep_bench::oracle::Job;
 use ep_runtime::{
     CombineOpts, DispatchOpts, EpBuilder, EpError, ErrorKind, Hierarchy, Layout, NvlinkTransport,
